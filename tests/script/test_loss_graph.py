@@ -21,7 +21,8 @@ from esper_telemetry.adapters.script.autograd_graph import (
 )
 from esper_telemetry.adapters.script.loss_graph import read_loss
 from esper_telemetry.adapters.script.loss_reading import LossReading
-from esper_telemetry.adapters.script.script_minibatches import PassFinder, common_factor
+from esper_telemetry.adapters.script.minibatch_losses import common_factor
+from esper_telemetry.adapters.script.script_minibatches import PassFinder
 from esper_telemetry.adapters.script.settings import read_coefficients
 
 ROWS, CLIP = 16, 0.2

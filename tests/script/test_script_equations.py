@@ -18,11 +18,14 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Independent, Normal
 
 from esper_telemetry import read_run
+from esper_telemetry.adapters.script.autograd_graph import graph_of, leaves_in
 from esper_telemetry.adapters.script.loss_graph import read_loss
 from esper_telemetry.adapters.script.loss_reading import LossReading
+from esper_telemetry.adapters.script.minibatch_losses import left_out, loss_terms
+from esper_telemetry.adapters.script.rollout_finder import RolloutFinder
 from esper_telemetry.adapters.script.script_episodes import EpisodeLog
-from esper_telemetry.adapters.script.script_minibatches import left_out, loss_terms
-from esper_telemetry.adapters.script.script_rollouts import RolloutFinder
+from esper_telemetry.adapters.script.script_optimizers import ScriptOptimizers
+from esper_telemetry.adapters.script.script_rollouts import RecordedRollout
 from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.minibatch_objective import MinibatchObjective
@@ -222,9 +225,9 @@ def test_a_maximising_optimizer_is_found_before_the_first_update() -> None:
     minibatch = Minibatch()
     optimizers = [torch.optim.SGD(minibatch.parameters, lr=0.1, maximize=climbs) for climbs in (False, True)]
     other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, maximize=True)
-    listener = new_listener()
+    leaves = leaves_in(graph_of(minibatch.loss))
 
-    answers = [listener._climbs(minibatch.loss, Variables([{"optimizer": one}])) for one in (*optimizers, other)]
+    answers = [ScriptOptimizers().climb(leaves, [one]) for one in (*optimizers, other)]
 
     assert answers == [False, True, False]
 
@@ -335,7 +338,7 @@ def test_the_rollout_of_one_environment_is_found_as_a_list_and_as_a_column() -> 
     paid = torch.tensor([[1.0], [2], [3]])
     flags = {"ended": ends, "reset": ends, "time_limits": torch.zeros_like(ends)}
     steps: Any = SimpleNamespace(steps=3, envs=1, rewards=paid, in_turns=True, cut=False, received=None, **flags)
-    finder = RolloutFinder(Variables([columns]), steps)
+    finder = RolloutFinder(Variables([columns]), RecordedRollout(steps))
     rollout = finder.rollout()
 
     assert rollout is not None and rollout.rewards.flatten().tolist() == [1, 2, 3]
@@ -345,7 +348,7 @@ def test_the_rollout_of_one_environment_is_found_as_a_list_and_as_a_column() -> 
     actions, observations = finder.actions(None), finder.observations(None)
     assert actions is not None and actions.shape == (3, 1, 1)
     assert observations is not None and observations.shape == (3, 1, 2)
-    assert RolloutFinder(Variables([columns])).rollout() is None
+    assert RolloutFinder(Variables([columns]), RecordedRollout()).rollout() is None
 
 
 def test_the_rollout_of_environments_that_are_not_known_is_found_by_names() -> None:
@@ -357,7 +360,7 @@ def test_the_rollout_of_environments_that_are_not_known_is_found_by_names() -> N
         "next_value": torch.tensor([[3.0, 4.0]]),
     }
 
-    rollout = RolloutFinder(Variables([columns])).rollout()
+    rollout = RolloutFinder(Variables([columns]), RecordedRollout()).rollout()
 
     assert rollout is not None and rollout.ended.tolist() == [[False, True], [True, False]]
     assert rollout.last_values.tolist() == [[3.0, 4.0]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import runpy
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +22,11 @@ from esper_telemetry.adapters.script.autograd_graph import LayerOutputs, graph_o
 from esper_telemetry.adapters.script.loss_graph import read_loss
 from esper_telemetry.adapters.script.loss_reading import LossReading, PolicyTerm
 from esper_telemetry.adapters.script.network_logs import Asked, DistributionLog, EstimateLog, IndexLog, drawn_sequences
+from esper_telemetry.adapters.script.rollout_finder import RolloutFinder
+from esper_telemetry.adapters.script.row_finder import RowFinder, summands
 from esper_telemetry.adapters.script.script_episodes import EpisodeLog
 from esper_telemetry.adapters.script.script_reports import ReturnLog
-from esper_telemetry.adapters.script.script_rollouts import RolloutFinder, RowFinder, ScriptRollout, _summands
+from esper_telemetry.adapters.script.script_rollouts import RecordedRollout, ScriptRollout
 from esper_telemetry.adapters.script.settings import find_discounts
 from esper_telemetry.adapters.script.step_results import step_parts
 from esper_telemetry.adapters.script.variables import Variables, calling_variables, stacked
@@ -131,9 +134,13 @@ def finder_of(
     *,
     paid: Tensor | None = None,
     limits: Tensor | None = None,
+    indices: Sequence[Tensor] = (),
+    indexed: Collection[int] = (),
+    targets: tuple[str, ...] = (),
     **known: Any,
 ) -> RolloutFinder:
-    return RolloutFinder(Variables([arrays]), collected(ends, paid, limits), reading=reading, **known)
+    recorded = RecordedRollout(collected(ends, paid, limits), **known)
+    return RolloutFinder(Variables([arrays]), recorded, reading, indices=indices, indexed=indexed, targets=targets)
 
 
 def rollout_of(arrays: dict[str, Any], reading: LossReading, ends: Tensor = NEVER, **known: Any) -> ScriptRollout:
@@ -719,12 +726,12 @@ def test_rewards_that_a_script_turns_into_returns_in_place_are_those_of_the_envi
     for step in reversed(range(31)):
         sums[step] += 0.9 * sums[step + 1] * ~ended[step]
 
-    found = _summands(sums, paid, ended)
+    found = summands(sums, paid, ended)
 
     assert found is not None
     torch.testing.assert_close(found, scale * paid, rtol=1e-4, atol=1e-5)
-    assert _summands(paid / paid.abs().cummax(0).values, paid, ended) is None
-    assert _summands(scale * paid, paid, ended) is None
+    assert summands(paid / paid.abs().cummax(0).values, paid, ended) is None
+    assert summands(scale * paid, paid, ended) is None
 
 
 def test_tensors_in_dictionaries_and_objects_are_variables() -> None:

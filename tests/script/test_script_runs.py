@@ -206,7 +206,7 @@ def test_a_bug_in_the_reader_of_losses_costs_readings_and_is_counted_and_shown(t
 
 BROKEN_FINDER = """
 import sys
-from esper_telemetry.adapters.script.script_rollouts import RolloutFinder
+from esper_telemetry.adapters.script.rollout_finder import RolloutFinder
 from esper_telemetry.cli.run import main
 
 RolloutFinder.rollout = lambda *_: no_such_name

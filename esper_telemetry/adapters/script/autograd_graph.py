@@ -66,10 +66,6 @@ PROJECTIONS = {"AddmmBackward0", "MmBackward0", "AddmvBackward0", "MvBackward0",
 """Operations between the outputs of a linear layer and its weight."""
 
 
-SAME_LINE = 1e-5
-"""Largest difference of two columns that are the same up to a factor and an offset, next to the largest entry."""
-
-
 class DistributionGraphs(NamedTuple):
     """Log-probabilities and entropies that distributions have returned, with graphs."""
 
@@ -452,15 +448,3 @@ def joined_rows(parts: Sequence[Tensor | None]) -> Tensor | None:
     known = [part for part in parts if part is not None]
     same = len(known) == len(parts) and len({part.shape[1:] for part in known}) == 1
     return torch.cat(known) if same else None
-
-
-def line_error(one: Tensor, other: Tensor) -> float:
-    """Return the largest difference of two arrays up to a positive factor and an offset, next to the largest entry of `other`.
-
-    Correlations do not distinguish arrays whose difference is small.
-    """
-    first, second = (part.double().reshape(-1) for part in (one, other))
-    first, second = first - first.mean(), second - second.mean()
-    slope = (first @ second) / first.square().sum()
-    error = (second - slope * first).abs().max() / second.abs().max()
-    return float(torch.where((slope > 0) & error.isfinite(), error, torch.inf))

@@ -10,28 +10,25 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from esper_telemetry.adapters.columns import HEAD, FinishedEpisode, HeadColumns, episodes_event, head_actions, head_names
+from esper_telemetry.adapters.columns import HEAD, FinishedEpisode, HeadColumns, episodes_event
 from esper_telemetry.adapters.script import settings
 from esper_telemetry.adapters.script import variables as names
-from esper_telemetry.adapters.script.acting import Acting, ActingLog, TrainedRows, are_scaled
+from esper_telemetry.adapters.script.acting import Acting, ActingLog, are_scaled
 from esper_telemetry.adapters.script.autograd_graph import (
     NO_OUTPUTS,
     LossGraph,
     detaches_states,
     graph_of,
     leaves_in,
-    leaves_of,
     nodes_below,
     nonfinite_operation,
     takes_softmax_twice,
@@ -39,34 +36,23 @@ from esper_telemetry.adapters.script.autograd_graph import (
 from esper_telemetry.adapters.script.environment_search import NO_STEP
 from esper_telemetry.adapters.script.loss_graph import joined, read_loss
 from esper_telemetry.adapters.script.loss_reading import LossReading, ValueTerm
+from esper_telemetry.adapters.script.minibatch_losses import LossTerms, left_out, loss_terms
 from esper_telemetry.adapters.script.network_logs import (
     Asked,
-    ClipCall,
     ClipLog,
     DistributionLog,
     EstimateLog,
     IndexLog,
-    LastEstimate,
     LstmLog,
     RecordedLstm,
     drawn_sequences,
 )
-from esper_telemetry.adapters.script.observed_steps import ObservedSteps
+from esper_telemetry.adapters.script.rollout_finder import RolloutFinder
 from esper_telemetry.adapters.script.script_episodes import EpisodeLog
-from esper_telemetry.adapters.script.script_minibatches import (
-    LossTerms,
-    MinibatchQueue,
-    PassFinder,
-    ScriptMinibatch,
-    left_out,
-    loss_terms,
-    losses_of,
-    unused_entropy,
-    without_graph,
-    without_other_rows,
-)
+from esper_telemetry.adapters.script.script_minibatches import ScriptMinibatch, ScriptMinibatches, without_graph
+from esper_telemetry.adapters.script.script_optimizers import ScriptOptimizers, parameters_of
 from esper_telemetry.adapters.script.script_reports import EPISODE_TAGS, ReturnLog, ScalarLog
-from esper_telemetry.adapters.script.script_rollouts import COLUMNS, RolloutFinder, RowFinder, ScriptRollout, name_of
+from esper_telemetry.adapters.script.script_rollouts import RecordedRollout, ScriptRollout
 from esper_telemetry.adapters.script.step_results import step_parts
 from esper_telemetry.adapters.script.traced_updates import TracedUpdates
 from esper_telemetry.adapters.script.variables import Variables
@@ -74,13 +60,10 @@ from esper_telemetry.adapters.taps import ErrorHandler, reraise
 from esper_telemetry.core.event_parts import RolloutActions
 from esper_telemetry.core.facts import UNCHECKED_FACT, UNTRACED_FACT
 from esper_telemetry.core.minibatch_objective import MinibatchObjective
-from esper_telemetry.core.rate_schedule import GroupRate, group_rates, rates_by_name
 from esper_telemetry.equations.replayed_outputs import FIRST_DIFFERENCE
-from esper_telemetry.equations.transitions import checksums
 from esper_telemetry.events import (
     BackwardEnd,
     Hooks,
-    MinibatchEnd,
     OptimizerStep,
     RecurrentForward,
     RolloutEnd,
@@ -110,25 +93,6 @@ MAX_EARLY_VALUES = 256
 
 MAX_OTHER_LOSSES = 256
 """Losses without a policy's term after which a script is assumed not to use a policy gradient."""
-
-
-class Collected(NamedTuple):
-    """What was recorded until an update began: steps of the environments, results of distributions, and outputs of the critic.
-
-    Attributes:
-        announced: the update has begun before its rollout is found.
-    """
-
-    steps: ObservedSteps | None
-    acted: list[Asked]
-    heads: HeadColumns
-    draws: Tensor | None
-    critic: Sequence[Tensor]
-    acting_values: Tensor | None
-    estimates: Sequence[Tensor]
-    last_estimates: Sequence[LastEstimate]
-    variables: Variables
-    announced: bool
 
 
 WHAT_TO_ADD = (
@@ -174,58 +138,40 @@ class ScriptListener:
         self.traced_updates = TracedUpdates()
         self.asks_for_traces: Callable[[], bool] = bool
         self.clips, self.distributions, self.lstm = ClipLog(), DistributionLog(), LstmLog()
-        self.estimates, self.acting, self._trained_rows = EstimateLog(), ActingLog(), TrainedRows()
+        self.estimates, self.acting = EstimateLog(), ActingLog()
         self.environments, self.scalars, self.indices = EpisodeLog(), ScalarLog(), IndexLog()
         self.returns = ReturnLog()
         self._begin, self._log, self._on_error = begin, log, on_error
         self._pid, self._thread = os.getpid(), threading.get_ident()
         self._started = False
         self._gamma = DEFAULT_GAMMA
-        self._parameters: dict[int, str] = {}
-        self._trained: dict[str, Tensor] = {}
         self._readings: list[LossReading] = []
         self._policy_leaves = frozenset[int]()  # of a policy whose critic has separate losses
         self._other_losses = 0
-        self._minibatches, self._pass_finder = MinibatchQueue(), PassFinder()
-        self._pass_key: tuple[int, str] | None = None
-        self._first_pass = self._row_count = self._size = 0
+        self._minibatches = ScriptMinibatches()
         self._collected_at: object = None
         self._env_step = self._gradient_step = self._step = self._epoch = 0
-        # of each parameter that had a gradient: scripts may make new optimizers of a parameter
-        self._steps_of: Counter[int] = Counter()
-        self._learning_rate = self._seconds = 0.0
-        self._rates: dict[int, list[GroupRate]] = {}  # of each optimizer, at its first step in the update
-        self._owners: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
-        self._first_rate = 0.0
-        self._rate_is_critics = False
-        self._early: list[set[int]] = [set(), {0}]
+        self._seconds = 0.0
+        self._optimizers = ScriptOptimizers()
         self._early_values: list[tuple[object, ValueTerm]] = []  # of the critic, before the first step of a policy
-        self._last_steps = 3
         self._facts: Mapping[str, Any] = {}
         self._config: Mapping[str, Any] = {}
         self._source = names.Source({})
         self._acted_at: list[tuple[str, int]] = []  # lines of the frames when the network first acted
         self._stated: Mapping[str, float] = {}
-        self._rollout: ScriptRollout | None = None
-        self._acted_heads = HeadColumns()
-        self._targets: tuple[str, ...] = ()
-        self._rows: RowFinder | None = None
         self._coefficients: dict[str, float] = {}
         self._read_weights: dict[str, float] = {}  # of the loss itself, if no setting has them
         self._other_clip: dict[str, float] = {}  # of the loss itself, if the setting has another
         # of the current optimizer step, with the losses whose gradients it applies, and the number of passes since the last step
         self._call: tuple[Optimizer, Variables, list[LossReading], int] | None = None
-        self._collected: Collected | None = None  # of an update whose rollout waits for the first loss of the policy
+        # of an update whose rollout waits for the first loss of the policy
+        self._recorded: tuple[RecordedRollout, Variables] | None = None
         self._announced: Optimizer | None = None
-        self._shown = self._several = False
+        self._shown = False
         self._stepping = False  # an optimizer takes a step: only it knows which passes of its closure count
         self._scales: object = None
-        self._last_clips: weakref.WeakKeyDictionary[Optimizer, list[ClipCall]] = weakref.WeakKeyDictionary()
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._passes = 1  # backward passes of the announced step so far
         self._last_part: Tensor | None = None  # advantages of the last pass
-        self._pass_counts: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._last_passes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._unapplied = 0  # backward passes since the last step
         self._accumulates = False  # several passes of policy gradients without a ratio came before the last step
         self._collects_later = False  # the update has begun, and its rollout waits for its first step
@@ -287,15 +233,9 @@ class ScriptListener:
         policies = [one.policy for one in readings if one.policy is not None]
         self._accumulates = len(policies) + passes - len(readings) > 1 and policies[-1].log_ratio is None
         self._call = optimizer, variables, readings, passes
-        if self._step == 0:
-            self._rates = {}
-        if id(optimizer) not in self._rates:
-            self._rates[id(optimizer)] = self._rates_of(optimizer, variables, readings)
-        self._keep_rate(optimizer, first=self._step == 0)
-        self._epoch = self._pass_of(variables)
-        self._optimizers.add(optimizer)
-        self._several = self._several or len(self._optimizers) > 1
-        is_read = self._shown or self._passes == self._last_passes.get(optimizer, 1) or self.clips.calls
+        self._optimizers.add(optimizer, variables, readings, is_first=self._step == 0)
+        self._epoch = self._minibatches.pass_of(variables, self._step)
+        is_read = self._shown or self._passes == self._optimizers.passes(optimizer) or self.clips.calls
         is_due = self._announced is None or (self._announced is optimizer and not is_read)
         if is_due and self.hooks.wants(MinibatchObjective):
             # the script may have clipped the gradients of an unexpected number of passes itself: this ends the check
@@ -323,14 +263,13 @@ class ScriptListener:
         self._readings = [one for one in self._readings if not one.is_cleared]
         graph = graph_of(loss)
         leaves = leaves_in(graph)
-        for optimizer in self._reached(leaves):
-            self._pass_counts[optimizer] = self._pass_counts.get(optimizer, 0) + 1
+        self._optimizers.add_pass(leaves)
         variables = names.calling_variables()
         outputs, values = self.distributions.take_graphs(), self.estimates.take_graphs()
         self.seek_origin(loss, graph)
         reading = None
         if loss.requires_grad:
-            climbed = self._climbs(loss, variables)
+            climbed = self._optimizers.climb(leaves, () if self.updates else variables.values())
             try:
                 held = variables.tensors()
                 reading = read_loss(loss, held=held, outputs=outputs, values=values, climbed=climbed, graph=graph)
@@ -350,7 +289,7 @@ class ScriptListener:
                 reading = reading._replace(heads=heads if heads.logits or heads.means else reading.heads)
                 if not self.open:
                     self._policy_leaves = frozenset(map(id, leaves) if reading.value is None else ())
-            own = taken and not self._reached(leaves, variables.values())
+            own = taken and not self._optimizers.reached(leaves, variables.values())
             self._readings.append(without_graph(reading)._replace(leaves=leaves, taken=own))
             self._unapplied += 1
         elif not self._started:
@@ -363,18 +302,18 @@ class ScriptListener:
         if reading is not None and reading.policy is not None:
             self._find_rollout(variables, joined(self._readings))
         if self.open and self.hooks.wants(MinibatchObjective):
-            self._announce(loss, reading, variables, self._reached(leaves))
+            self._announce(loss, reading, variables, self._optimizers.reached(leaves))
 
     def _announce(self, loss: Tensor, reading: LossReading | None, variables: Variables, optimizers: list[Optimizer]) -> None:
         """Show a sample the objective of a minibatch, with gradients of the script's graph, which reach the `optimizers`."""
         policy = None if reading is None else reading.policy
         advantages = None if policy is None else policy.advantages
         if self._announced is not None:
-            if self._announced in optimizers or not self._several:
-                own = _parameters_of(self._announced)
+            if self._announced in optimizers or not self._optimizers.several:
+                own = parameters_of(self._announced)
                 is_cleared = all(one.grad is None or not bool(one.grad.any()) for one in own)
                 # parts of a minibatch have other rows, unlike a pass that a script repeats or takes only to measure it
-                is_part = self._last_passes.get(self._announced, 1) > 1 and _are_others(advantages, self._last_part)
+                is_part = self._optimizers.passes(self._announced) > 1 and _are_others(advantages, self._last_part)
                 self._passes, self._last_part = 1 if is_cleared and not is_part else self._passes + 1, advantages
                 terms = partial(self._terms_of, self._announced, loss, reading, variables)
                 # if the gradients of earlier passes are read already, an announcement without terms ends the check
@@ -382,15 +321,15 @@ class ScriptListener:
                 self._emit_objective(self._announced, variables, terms=shown, cleared=is_cleared)
             return
         if len(optimizers) > 1 and policy is not None and policy.attached is not None:
-            own_path = self._reached(leaves_in(nodes_below(policy.edge.node)))
+            own_path = self._optimizers.reached(leaves_in(nodes_below(policy.edge.node)))
             optimizers = [one for one in optimizers if one not in own_path]  # those of the critic
         optimizer = optimizers[0] if len(optimizers) == 1 else None  # whose parameters the gradient reaches
-        is_part = self._several or (optimizer is not None and self._last_passes.get(optimizer, 1) > 1)
+        is_part = self._optimizers.several or (optimizer is not None and self._optimizers.passes(optimizer) > 1)
         if optimizer is None or (policy is None and not is_part):
             return
         self._announced, self._passes, self._last_part = optimizer, 1, advantages
-        others = [parameter for one in self._optimizers for parameter in _parameters_of(one)]
-        more = left_out(loss, variables, _parameters_of(optimizer), others) if self.updates else {}
+        others = [parameter for one in self._optimizers.known for parameter in parameters_of(one)]
+        more = left_out(loss, variables, parameters_of(optimizer), others) if self.updates else {}
         if reading is not None and self.updates:
             reading = self._with_left_out(reading)
         terms = partial(self._terms_of, optimizer, loss, reading, variables)
@@ -398,20 +337,15 @@ class ScriptListener:
         self._scales = variables.find_instance(GradScaler)
 
     def _terms_of(self, optimizer: Optimizer, loss: Tensor, reading: LossReading | None, variables: Variables) -> LossTerms | None:
-        parameters, passes = list(self._named_parameters(optimizer).values()), self._last_passes.get(optimizer, 1)
+        parameters, passes = list(self._optimizers.named_parameters(optimizer).values()), self._optimizers.passes(optimizer)
         return loss_terms(loss, reading, variables, parameters, self._weights(), in_parts=passes > 1)
-
-    def _reached(self, leaves: Sequence[Tensor], more: Iterable[object] = ()) -> list[Optimizer]:
-        """Return the optimizers, known or among `more` values, that have some of these leaves."""
-        own, seen = set(map(id, leaves)), [*self._optimizers, *(one for one in more if isinstance(one, Optimizer))]
-        return [one for one in seen if not own.isdisjoint(map(id, _parameters_of(one)))]
 
     def _with_left_out(self, reading: LossReading) -> LossReading:
         """Return a reading with the critic's term that its loss leaves out, unless the critic has separate losses.
 
         Its targets are the mean return, because any targets show that the term is missing.
         """
-        value, rollout = reading.left_out, self._rollout
+        value, rollout = reading.left_out, self._minibatches.rollout
         if value is None or value.values is None or rollout is None or self._minibatches.critic_apart:
             return reading
         mean = rollout.returns.mean().to(value.values)
@@ -422,19 +356,12 @@ class ScriptListener:
         weights = {name: self._facts.get(f"{name}_coef") for name in ("value", "entropy")} | self._coefficients
         return {name: weight for name, weight in weights.items() if weight is not None}
 
-    def _climbs(self, loss: Tensor, variables: Variables) -> bool:
-        """Return True for a loss that an optimizer maximises; before the first update the script's variables show its optimizers."""
-        new = () if self.updates else (value for value in variables.values() if isinstance(value, Optimizer))
-        climbing = [one for one in (*self._optimizers, *new) if any(group.get("maximize") for group in one.param_groups)]
-        leaves = {id(leaf) for leaf in leaves_of(loss)} if climbing else set[int]()
-        return any(not leaves.isdisjoint(map(id, _parameters_of(one))) for one in climbing)
-
     def after_backward(self) -> None:
         """The backward pass has ended: gradients of a script that clips with its own function are available now, scaled ones later."""
         announced = self._announced
-        if announced is None or self._shown or self._last_clips.get(announced) or self._scales is not None:
+        if announced is None or self._shown or self._optimizers.clips.get(announced) or self._scales is not None:
             return
-        if self._passes == self._last_passes.get(announced, 1):
+        if self._passes == self._optimizers.passes(announced):
             self._emit_gradients(announced)
 
     def before_clip(self, parameters: Sequence[Tensor], max_norm: float | None) -> None:
@@ -448,48 +375,25 @@ class ScriptListener:
     def _emit_objective(
         self, optimizer: Optimizer, variables: Variables, terms: Any = None, more: Mapping[str, Tensor] = {}, *, cleared: bool = False
     ) -> None:
+        rate = self._stated.get("learning_rate")
         self.hooks.emit(
             MinibatchObjective(
                 epoch=self._epoch,
                 step=self._step,
-                steps=self._steps_with_turns() if self._several else None,
+                steps=self._optimizers.steps_with_turns(self.updates) if self._optimizers.several else None,
                 forward=None,
                 coefficients={},
-                parameters={**self._named_parameters(optimizer), **more},
+                parameters={**self._optimizers.named_parameters(optimizer), **more},
                 optimizer=optimizer,
-                max_norm=self._max_norm(optimizer, variables),
-                learning_rate=self._rate_of_settings(optimizer, variables),
-                gradient_step=max(self._steps_of[id(one)] for one in _parameters_of(optimizer)),
+                max_norm=self._optimizers.max_norm(optimizer, variables),
+                learning_rate=self._optimizers.rate_of_settings(optimizer, variables, rate) if self.updates else None,
+                gradient_step=self._optimizers.steps_of(optimizer),
                 terms=terms,
                 by_name=True,
                 passes=max(0, self._passes - 1),
                 cleared=cleared,
             )
         )
-
-    def _steps_with_turns(self) -> int:
-        """Number of steps after which the check is due. Successive updates check different optimizers, which alternate or follow."""
-        in_turns = self._early[0] != self._early[1]
-        return 3 + self.updates % 2 if in_turns else self._last_steps if self.updates % 2 else 3
-
-    def _rate_of_settings(self, optimizer: Optimizer, variables: Variables) -> float | None:
-        """The only optimizer's learning rate by the settings, if its own rate is constant and the settings do not explain this."""
-        rate = float(optimizer.param_groups[0]["lr"])
-        if self._several or not self.updates or rate != self._first_rate:
-            return None
-        others = (value for name, value in variables.named_values() if settings.is_rate(name))
-        return None if any(names.as_number(value) == rate for value in others) else self._stated.get("learning_rate")
-
-    def _max_norm(self, optimizer: Optimizer, variables: Variables) -> float | None:
-        """The limit to which the last step was clipped; the setting if nothing was, and None for several limits or a partial clip."""
-        positive = variables.find(settings.MAX_NORM, lambda value: limit if (limit := names.as_number(value) or 0) > 0 else None)
-        calls = self._last_clips.get(optimizer, [])
-        if not calls:
-            return None if self._several else positive
-        own = _parameters_of(optimizer)
-        sets = {id(p) for p in own}, {id(p) for p in own if p.requires_grad}
-        whole = len(calls) == 1 and calls[0].parameters in sets
-        return (calls[0].max_norm or positive) if whole else None
 
     def before_acting(self, inputs: Tensor) -> None:
         """The network has received its inputs for the next step of the environments."""
@@ -504,19 +408,19 @@ class ScriptListener:
             self.origin = nonfinite_result(numbers, graph, variables) or nonfinite_local(variables.from_outside())
 
     def _emit_gradients(self, optimizer: Optimizer) -> None:
-        parameters = self._named_parameters(optimizer)
+        parameters = self._optimizers.named_parameters(optimizer)
         gradients = self.clips.take(parameters)
         if gradients is not None:
             self._shown = self._shown or self._announced in (None, optimizer)
             self.findings[CLIPPED_GRADIENTS if gradients.max_norm else GRADIENTS] = None
             self.seek_origin(gradients.norms)
-            self._trained |= parameters  # an update's passes may belong to several optimizers
-            self.hooks.emit(BackwardEnd(self._epoch, self._step, parameters=self._trained, **gradients._asdict()))
+            trained = self._optimizers.trained
+            trained |= parameters  # an update's passes may belong to several optimizers
+            self.hooks.emit(BackwardEnd(self._epoch, self._step, parameters=trained, **gradients._asdict()))
 
     def after_step(self, optimizer: Optimizer) -> None:
         """It has taken the step."""
-        parameters = _parameters_of(optimizer)
-        self._steps_of.update(id(one) for one in parameters if one.grad is not None)
+        self._optimizers.count_step(optimizer)
         if not self.traced_updates.includes_this:
             self._step += 1
             self._gradient_step += 1
@@ -529,28 +433,24 @@ class ScriptListener:
         if self._announced in (None, optimizer):
             self._announced, self._passes, self._shown = None, 1, False
         self._stepping = False
-        self._last_clips[optimizer] = self.clips.take_calls(parameters)
-        # passes are not counted by optimizer before the first step
-        self._last_passes[optimizer] = self._pass_counts.pop(optimizer, max(1, passes))
+        self._optimizers.after_step(optimizer, self.clips.take_calls(parameters_of(optimizer)), passes)
         if stepping is not optimizer:
             return
-        self.hooks.emit(OptimizerStep(self._epoch, self._step, optimizer, self._named_parameters(optimizer)))
+        self.hooks.emit(OptimizerStep(self._epoch, self._step, optimizer, self._optimizers.named_parameters(optimizer)))
         for reading in readings:
             self._add_reading(reading, variables)
         self._emit_minibatches()
-        if self._step in (1, 2):
-            self._early[self._step - 1] = set(map(id, parameters))
+        self._optimizers.add_early(optimizer, self._step)
         self._step += 1
         self._gradient_step += 1
 
     def _count_step(self, optimizer: Optimizer, variables: Callable[[], Variables]) -> None:
         """Begin an update that is not traced with its first step."""
         if self.open:
-            self._keep_rate(optimizer, first=False)
+            self._optimizers.keep_rate(optimizer)
             return
         self.open, self._step = True, 0
-        self._rates = {id(optimizer): self._rates_of(optimizer, Variables([]), ())}
-        self._keep_rate(optimizer, first=True)
+        self._optimizers.add_rates(optimizer, Variables([]), (), is_first=True)
         counted = variables().find(names.GLOBAL_STEP, names.as_integer) or self.environments.steps
         self._env_step = max(counted, self._env_step)
         finished, self._seconds = self.environments.take()
@@ -562,13 +462,11 @@ class ScriptListener:
         """End the update: the environments continue, or the script is over. Nothing happens between updates."""
         if not self.open:
             return
-        if self._collected is not None:  # an update of the critic only
-            self._find_rollout(self._collected.variables, None, waits=False)
+        if self._recorded is not None:  # an update of the critic only
+            self._find_rollout(self._recorded[1], None, waits=False)
         self._emit_minibatches(all_of_them=True)
         self.open = self._collects_later = False
         self.updates += 1
-        self._last_steps = self._step
-        rates = [rate for own in self._rates.values() for rate in own]
         if not self.environments.steps:  # the only returns are those that the script reports
             self._emit_episodes([])
         scalars = self.scalars.take()
@@ -580,33 +478,13 @@ class ScriptListener:
                 update=self.updates,
                 env_step=self._env_step,
                 gradient_step=self._gradient_step,
-                learning_rate=self._learning_rate,
+                learning_rate=self._optimizers.learning_rate,
                 seconds={"environment": self._seconds} if self._seconds else {},
                 epochs=self._epoch + 1,
                 coefficients=self._read_weights | self._coefficients | self._other_clip,
-                learning_rates=rates_by_name(rates, self._trained, lambda: self._facts.get("groups", {})),
+                learning_rates=self._optimizers.end_update(self._step, self._facts.get("groups", {})),
             )
         )
-
-    def _rates_of(self, optimizer: Optimizer, variables: Variables, readings: Sequence[LossReading]) -> list[GroupRate]:
-        """Return the rates of an optimizer. A single rate has the name of the network whose loss it follows, or of its variable."""
-        rates = group_rates(optimizer)
-        if len(rates) != 1:
-            return rates
-        if optimizer not in self._owners:
-            alone = (one for one in readings if one.policy is None or one.value is None)
-            owners = {"critic" if one.policy is None else "actor" for one in alone}
-            if len(owners) != 1:
-                own = names.groups_of(name for name, value in variables.named_values() if value is optimizer)
-                owners = own.keys() & {"actor", "critic"}
-            self._owners[optimizer] = owners.pop() if len(owners) == 1 else ""
-        return [rates[0]._replace(name=rates[0].name or self._owners[optimizer])]
-
-    def _keep_rate(self, optimizer: Optimizer, *, first: bool) -> None:
-        """Keep the learning rate of an update's first step, but not of a critic's optimizer that another one follows."""
-        if first or self._rate_is_critics:
-            self._learning_rate = float(optimizer.param_groups[0]["lr"])
-            self._rate_is_critics = self._owners.get(optimizer) == "critic"
 
     def before_env_step(self) -> None:
         """The environments continue: end the update, unless passes over several rollouts come before its step."""
@@ -637,18 +515,16 @@ class ScriptListener:
         self._stated = settings.stated_numbers(variables)
         self._source = names.read_source(self._acted_at)
         variables = variables.with_constants(self._source.numbers)
-        self._parameters = names.parameter_names(variables, _parameters_of(optimizer))
+        groups = self._optimizers.begin(optimizer, variables)
         facts = {**self.environments.facts(), **settings.find_facts(variables, self.clips.max_norm, readings, self._source.counts_updates)}
         facts["optimizer"] = type(optimizer).__name__
         parts = [part for module in variables.modules() for part in module.modules()]
         is_recurrent = any(isinstance(part, nn.RNNBase | nn.RNNCellBase) for part in parts)
         is_lstm = any(isinstance(part, nn.LSTM | nn.LSTMCell) for part in parts)
         facts["policy"] = "lstm" if is_lstm else "gru" if is_recurrent else "mlp"
-        groups = names.groups_of(self._parameters.values())
         if groups:
             facts["groups"] = groups
         self._config, self._facts = settings.find_config(variables), facts
-        self._first_rate = float(optimizer.param_groups[0]["lr"])
 
     def _announce_run(
         self, variables: Variables, rollout: ScriptRollout | None, found: Mapping[str, str], first: LossReading | None
@@ -661,7 +537,7 @@ class ScriptListener:
         traced |= {role: f"{traced[role]} ({place})" for role, place in places.items()}
         traced |= {} if first is None or first.entropy is None else {"entropy": ""}
         size = 0 if rollout is None else rollout.rewards.numel()
-        known, rate, facts = variables.with_constants(self._source.numbers), self._first_rate, self._facts
+        known, rate, facts = variables.with_constants(self._source.numbers), self._optimizers.first_rate, self._facts
         rows = len(first.policy.advantages) if first is not None and first.policy is not None else 0
         if rows and size > rows and size % rows == 0:  # minibatches that the script does not count
             facts = {"num_minibatches": size // rows, **facts}
@@ -693,7 +569,7 @@ class ScriptListener:
 
     def _begin_update(self, variables: Variables, readings: Sequence[LossReading], *, waits: bool = False) -> None:
         """Begin an update, perhaps one whose rollout `waits` for all losses of its optimizer step."""
-        self.open, self._step, self._row_count = True, 0, 0
+        self.open, self._step = True, 0
         self._minibatches.begin()
         early, self._early_values = self._early_values, []
         for data, value in early:
@@ -716,27 +592,28 @@ class ScriptListener:
         """Take what was recorded since the last update began, and find the rollout if the first loss of the policy is known."""
         self._collects_later, steps = False, self.environments.collected()
         size = (0, 0) if steps is None else (steps.steps, steps.envs)
-        self._collected = Collected(
+        acted, heads = self.distributions.take_rollout(*size)
+        recorded = RecordedRollout(
             steps,
-            *self.distributions.take_rollout(*size),
+            acted,
+            heads,
             draws=self.distributions.take_draws(*size),
             critic=self.estimates.of_critic(self._policy_leaves, *size) if self._policy_leaves else [],
             acting_values=self.estimates.acting_values(*size),
             estimates=self.estimates.take(),
             last_estimates=self.estimates.take_last(),
-            variables=variables,
             announced=announced,
         )
+        self._recorded = recorded, variables
         if first is not None or not announced:
             self._find_rollout(variables, first, waits=False)
 
     def _find_rollout(self, variables: Variables, first: LossReading | None, *, waits: bool = True) -> None:
         """Find the rollout of the update that has begun, and emit it, unless that is done or `waits` for the first loss of a policy."""
-        collection = self._collected
-        if collection is None or (waits and first is None):
+        if self._recorded is None or (waits and first is None):
             return
-        self._collected = None
-        collected, acted, heads = collection.steps, collection.acted, collection.heads
+        (recorded, _), self._recorded = self._recorded, None
+        collected, acted, heads = recorded.steps, recorded.acted, recorded.heads
         steps, envs = (0, 0) if collected is None else (collected.steps, collected.envs)
         logits = self.estimates.take_logits(None if first is None else first.source, steps, envs)
         known = next(iter(heads.logits.values()), None) if logits is None and len(heads.logits) == 1 else logits
@@ -745,7 +622,8 @@ class ScriptListener:
         if logits is not None and first is not None and not (heads.logits or heads.means):
             spreads = {head: std[0].expand_as(logits).clone() for head, std in first.heads.log_std.items()}
             heads = HeadColumns(means={HEAD: logits}, log_std=spreads) if spreads else HeadColumns({HEAD: logits})
-        finder, rollout, observations, actions = self._found(variables, collection, first, acted, heads)
+        recorded = recorded._replace(acted=acted, heads=heads)
+        finder, rollout, observations, actions = self._found(variables, recorded, first)
         tokens, columns = self.distributions.take_tokens(), {} if first is None else first.columns()
         chosen, log_probs = None if first is None else first.actions, columns.get("log_probs")
         if rollout is None and actions is None and chosen is not None and log_probs is not None:
@@ -763,17 +641,10 @@ class ScriptListener:
             self._announce_run(variables, rollout, found, first)
         finished, self._seconds = self.environments.take()
         self._emit_episodes(finished)
-        self._rollout, self._size, self._acted_heads = rollout, size, heads
-        self._rows = None
-        if rollout is not None:
-            own = {name: getattr(rollout, name) for name in COLUMNS if name != "inputs"}
-            if observations is not None:
-                own["inputs"] = checksums(observations.float()).to(rollout.values.device)
-            self._rows = RowFinder(own)
         lstm, acting = self.lstm.take(finder.steps, finder.envs), self.acting.take(finder.steps, finder.envs)
-        self._trained_rows.begin(acting)
+        self._minibatches.begin_rollout(rollout, observations, acting, heads)
         if rollout is None:
-            if actions is not None or not collection.announced:
+            if actions is not None or not recorded.announced:
                 self.hooks.emit(UpdateStart(self.updates + 1, self._env_step, actions))
         else:
             seen = None if first is None else self._seen_difference(finder, first, acting, variables, observations)
@@ -782,36 +653,28 @@ class ScriptListener:
             self._emit_rollout(rollout, actions, lstm, seen, None if collected is None else collected.raw_rewards)
 
     def _found(
-        self, variables: Variables, collection: Collected, first: LossReading | None, acted: Sequence[Asked], heads: HeadColumns
+        self, variables: Variables, recorded: RecordedRollout, first: LossReading | None
     ) -> tuple[RolloutFinder, ScriptRollout | None, Tensor | None, RolloutActions | None]:
         """Return the finder of the rollout, the rollout, its observations and its actions; None if it fails, which costs a warning."""
-        policy, collected, critic = None if first is None else first.policy, collection.steps, collection.critic
+        policy = None if first is None else first.policy
         chosen = self.distributions.chosen if first is None or first.actions is None else first.actions
         try:
             finder = RolloutFinder(
                 variables,
-                collected,
-                reading=first,
+                recorded._replace(has_critic=self.estimates.has_critic(self._policy_leaves)),
+                first,
                 indices=[] if policy is None else self.indices.recent(len(policy.advantages)),
                 indexed=self.indices.sources,
-                last_estimates=collection.last_estimates,
-                estimates=[*critic, *collection.estimates],
-                critic=critic,
-                acting_values=collection.acting_values,
-                acted=acted,
-                targets=self._targets,
-                has_critic=self.estimates.has_critic(self._policy_leaves),
+                targets=self._minibatches.targets,
             )
             discounts = self._source.discounts
             rollout = finder.rollout(self._facts.get("gamma", discounts[0][0] if discounts else None))
             observations = finder.observations(None if first is None else first.inputs)
-            has_ratio = policy is None or policy.log_ratio is not None
-            actions = None if has_ratio or collected is None else _as_drawn(collected, collection.draws)
-            actions = finder.actions(chosen) if actions is None else actions
-            return finder, rollout, observations, self._actions_of(finder, heads, collected, actions, observations)
+            drawn = None if policy is None or policy.log_ratio is not None else recorded.actions_drawn
+            return finder, rollout, observations, finder.acted(finder.actions(chosen) if drawn is None else drawn, observations)
         except Exception as error:  # arrays that the finder was not made for
             self._on_error(RolloutFinder, error)
-            return RolloutFinder(Variables([])), None, None, None
+            return RolloutFinder(Variables([]), RecordedRollout()), None, None, None
 
     def _emit_episodes(self, finished: Sequence[FinishedEpisode]) -> None:
         episodes = episodes_event(self.returns.take(finished), self._env_step)
@@ -842,42 +705,9 @@ class ScriptListener:
                 return "scaled_actions"
         if acting is None:
             return None
-        optimizers = {*self._optimizers, *(value for value in variables.values() if isinstance(value, Optimizer))}
-        trained = [parameter for one in optimizers for parameter in _parameters_of(one)]
+        optimizers = {*self._optimizers.known, *(value for value in variables.values() if isinstance(value, Optimizer))}
+        trained = [parameter for one in optimizers for parameter in parameters_of(one)]
         return acting.difference(first.inputs, rows, observations, trained, variables.modules())
-
-    def _actions_of(
-        self,
-        finder: RolloutFinder,
-        heads: HeadColumns,
-        collected: ObservedSteps | None,
-        actions: Tensor | None,
-        observations: Tensor | None,
-    ) -> RolloutActions | None:
-        """Return the actions of the rollout with their distributions and the environments' results; None without distributions."""
-        log_probs, ended = finder.log_probs, finder.ended
-        if log_probs is None or ended is None:
-            return None
-        count, by_head = len(heads.logits) + len(heads.means), dict[str, Tensor]()
-        if actions is not None and (count < 2 or actions.shape[-1] >= count):
-            # without distributions in acting, a single distribution in training is of the same head
-            names = head_names(max(1, count))
-            whole = not actions.is_floating_point() or bool((actions == actions.round()).all())
-            by_head = head_actions(actions, names, heads.means if count or whole else names, log_probs.shape)
-        bounds = transitions = None
-        if collected is not None:
-            bounds = collected.bounds(actions) if count == 1 and actions is not None else None
-            transitions = None if observations is None else collected.transitions(observations, actions)
-        return RolloutActions(
-            log_probs=log_probs.clone(),
-            actions=by_head,
-            ended=ended,
-            rewards=None if finder.rewards is None else finder.rewards.clone(),
-            bounds={} if bounds is None else {name: bounds.to(by_head[name]) for name in by_head if name in heads.means},
-            observations=observations,
-            transitions=transitions,
-            **{name: column for name, column in heads._asdict().items() if name != "action_masks"},
-        )
 
     def _emit_rollout(
         self,
@@ -911,17 +741,12 @@ class ScriptListener:
         policy = reading.policy
         if policy is None:
             if reading.value is not None:
-                self._minibatches.add_value(reading.value)
-                if not self._targets and reading.value.returns is not None:
-                    self._targets = (name_of(reading.value.returns, self._size, variables),)
+                self._minibatches.add_value(reading.value, variables)
             return
         self._read_weights = {name: weight for name, weight in settings.read_coefficients(reading).items() if name not in self._weights()}
         if policy.clip is not None and abs(policy.clip - self._facts.get("clip", policy.clip)) > SAME_CLIP:
             self._other_clip = {"clip": policy.clip}
         count = len(policy.advantages)
-        if not self.updates:
-            self._pass_finder.add(variables.integers(), count)
-        self._row_count += count
         self.distributions.after_optimizer_step()
         heads = reading.heads
         if not (heads.logits or heads.means) and reading.logits is not None and len(reading.logits) == count:
@@ -929,95 +754,18 @@ class ScriptListener:
         self.findings[RATIOS] = None
         if heads.logits or heads.means:
             self.findings[DISTRIBUTIONS] = None
-        inputs, indices = reading.inputs, [*self.indices.take(count), *variables.indices(count)]
-        if inputs is not None:
-            inputs = checksums(inputs.reshape(1, count, -1).float())[0] if len(inputs) == count else None
-        is_first_pass = self._row_count - count <= self._size
-        earlier = self._trained_rows.add(inputs) if inputs is not None and is_first_pass else None
-        reading = reading._replace(heads=heads, inputs=None, logits=None, leaves=())
-        self._minibatches.add(ScriptMinibatch(self._epoch, self._step, policy, reading, indices, inputs, earlier))
+        indices = [*self.indices.take(count), *variables.indices(count)]
+        minibatch = ScriptMinibatch(self._epoch, self._step, policy, reading._replace(heads=heads), indices)
+        self._minibatches.add(minibatch, None if self.updates else variables.integers())
 
     def _emit_minibatches(self, *, all_of_them: bool = False) -> None:
-        """Emit the minibatches of which all losses are known."""
-        if not self.updates:
-            if not all_of_them:
-                return
-            self._count_passes()
-        for minibatch in self._minibatches.take(all_of_them=all_of_them):
-            reading, policy, rollout = minibatch.reading, minibatch.policy, self._rollout
-            value = reading.value if reading.value is not None or self._minibatches.critic_apart else reading.left_out
-            rows = advantage_rows = None
-            if self._rows is not None:
-                rows = self._rows.rows_of(minibatch.columns(), minibatch.indices)
-            if self._rows is not None and rows is not None:
-                rows = rows.to(policy.advantages.device)
-                advantage_rows = self._rows.rows_of_advantages(policy.advantages, rows, minibatch.indices)
-            counted = self._pass_key is not None or not self._size % len(policy.advantages)
-            if self._minibatches.critic_apart and value is not None and rows is not None and rollout is not None:
-                value = without_other_rows(value, rollout, rows)
-            returns, old_values = (None, None) if value is None else (value.returns, value.old_values)
-            if rows is not None and rollout is not None and (value is None or value.values is not None):
-                old_values = rollout.values.reshape(-1)[rows]
-                returns = rollout.targets(returns, rows, policy.advantages)
-            if value is not None and value.loss is None and value.values is not None and returns is not None:
-                value = value._replace(loss=(value.values - returns.to(value.values)).square().mean() / 2)
-            if reading.entropy is None and reading.is_whole and self._stated.get("entropy_coef"):
-                reading = reading._replace(entropy=unused_entropy(reading.heads))
-            if policy.log_ratio is None and rows is not None and not (reading.heads.logits or reading.heads.means):
-                # the distributions acted on are the ones trained
-                reading = reading._replace(heads=_rows_of(self._acted_heads, rows))
-            losses = losses_of(reading, value, self._weights())
-            parts = () if policy.log_ratios is None else policy.log_ratios.unbind(-1)
-            if losses:
-                self.findings[LOSSES] = None
-            self.hooks.emit(
-                MinibatchEnd(
-                    epoch=minibatch.epoch if counted else 0,  # the end of a pass is not known
-                    step=minibatch.step,
-                    log_ratio=minibatch.log_ratio,
-                    advantages=policy.advantages,
-                    values=None if value is None else value.values,
-                    old_values=old_values,
-                    returns=returns,
-                    losses=losses,
-                    valid=policy.valid,
-                    rows=rows,
-                    advantage_rows=advantage_rows,
-                    earlier=minibatch.earlier,
-                    head_log_ratios=dict(zip(head_names(len(parts)), parts, strict=True)),
-                    **reading.heads._asdict(),
-                )
-            )
-
-    def _pass_of(self, variables: Variables) -> int:
-        """Number of the pass over the rollout, from 0."""
-        number = variables.integers().get(self._pass_key) if self._pass_key is not None else None
-        if number is not None:
-            self._first_pass = number if self._step == 0 else self._first_pass
-            return max(0, number - self._first_pass)
-        return self._row_count // self._size if self._size else 0
-
-    def _count_passes(self) -> None:
-        """Find the passes of the first update's minibatches."""
-        self._pass_key = self._pass_finder.find(self._size)
-        waiting = self._minibatches.minibatches
-        if self._pass_key is not None:
-            numbers = self._pass_finder.passes(self._pass_key)
-            self._minibatches.minibatches = [one._replace(epoch=number) for one, number in zip(waiting, numbers, strict=True)]
-
-    def _named_parameters(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        """The optimizer's parameters by name; parameters that were added later are numbered."""
-        named = self._parameters
-        return {
-            named.get(id(parameter), f"parameter_{len(named) + place}"): parameter
-            for place, parameter in enumerate(_parameters_of(optimizer))
-        }
-
-
-def _as_drawn(collected: ObservedSteps, draws: Tensor | None) -> Tensor | None:
-    """Return the actions [T, B, 1] that the environments received, if the policy drew them: a loss may have others by mistake."""
-    received = collected.received
-    return draws if received is not None and draws is not None and torch.equal(received.to(draws), draws) else None
+        """Emit the minibatches of which all losses are known; their passes are known at the end of the first update."""
+        if self.updates or all_of_them:
+            has_bonus = bool(self._stated.get("entropy_coef"))
+            for minibatch in self._minibatches.take(self._weights(), has_bonus=has_bonus, all_of_them=all_of_them):
+                if minibatch.losses:
+                    self.findings[LOSSES] = None
+                self.hooks.emit(minibatch)
 
 
 def nonfinite_result(loss: Tensor, graph: Collection[Any], variables: Variables) -> Candidate | None:
@@ -1034,12 +782,3 @@ def nonfinite_result(loss: Tensor, graph: Collection[Any], variables: Variables)
 
 def _are_others(one: Tensor | None, other: Tensor | None) -> bool:
     return one is not None and other is not None and (one.shape != other.shape or not torch.equal(one, other))
-
-
-def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _rows_of(heads: HeadColumns, rows: Tensor) -> HeadColumns:
-    """Heads [N, ...] in these rows of a rollout's [T, B, ...]."""
-    return heads.map(lambda column: column.flatten(0, 1)[rows])

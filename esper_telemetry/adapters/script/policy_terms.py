@@ -20,7 +20,6 @@ from esper_telemetry.adapters.script.autograd_graph import (
     EXTREMES,
     NEGATIVE_LIKELIHOODS,
     ROUNDING,
-    SAME_LINE,
     SOFTMAXES,
     SUMS,
     VIEWS,
@@ -32,13 +31,13 @@ from esper_telemetry.adapters.script.autograd_graph import (
     joined_rows,
     kind_of,
     kinds_below,
-    line_error,
     nodes_below,
     number_of,
     shape_of,
 )
 from esper_telemetry.adapters.script.critic_and_entropy import error_of
 from esper_telemetry.adapters.script.loss_reading import PolicyTerm
+from esper_telemetry.adapters.script.row_finder import SAME_LINE, line_error
 
 PAIRS_ERROR = 1e-4  # of log-ratios whose rows differ by those of the new log-probabilities
 
