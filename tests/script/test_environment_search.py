@@ -16,8 +16,8 @@ from tapping import new_listener, observed, tapped
 from torch import nn
 from torch.distributions import Categorical
 
+from esper_telemetry.adapters.script.observed_steps import step_result
 from esper_telemetry.adapters.script.script_taps import Taps
-from esper_telemetry.adapters.script.step_results import step_result
 from esper_telemetry.equations.transitions import checksums
 
 LIMIT = 4

@@ -16,13 +16,13 @@ from esper_telemetry.adapters.script.autograd_graph import (
     LossGraph,
     detaches_states,
     graph_of,
+    in_words,
     nonfinite_operation,
     takes_softmax_twice,
 )
 from esper_telemetry.adapters.script.loss_graph import read_loss
 from esper_telemetry.adapters.script.loss_reading import LossReading
-from esper_telemetry.adapters.script.minibatch_losses import common_factor
-from esper_telemetry.adapters.script.script_minibatches import PassFinder
+from esper_telemetry.adapters.script.script_minibatches import PassFinder, common_factor
 from esper_telemetry.adapters.script.settings import read_coefficients
 
 ROWS, CLIP = 16, 0.2
@@ -545,6 +545,8 @@ def test_the_first_operation_that_is_not_finite_is_named(name: str) -> None:
     compute, words = NONFINITE[name]
     loss = compute(torch.tensor([[0.1, 0.2, 0.3], [0.3, 0.2, 0.1]], requires_grad=True)) + 1.0
 
-    operation = nonfinite_operation(LossGraph(loss, graph_of(loss), [], NO_OUTPUTS, ()))
+    graph = LossGraph(loss, graph_of(loss), [], NO_OUTPUTS, ())
 
-    assert (None if operation is None else operation.words) == words
+    operation = nonfinite_operation(graph)
+
+    assert (None if operation is None else in_words(graph, *operation)) == words

@@ -21,9 +21,9 @@ from esper_telemetry import read_run
 from esper_telemetry.adapters.script.autograd_graph import graph_of, leaves_in
 from esper_telemetry.adapters.script.loss_graph import read_loss
 from esper_telemetry.adapters.script.loss_reading import LossReading
-from esper_telemetry.adapters.script.minibatch_losses import left_out, loss_terms
 from esper_telemetry.adapters.script.rollout_finder import RolloutFinder
 from esper_telemetry.adapters.script.script_episodes import EpisodeLog
+from esper_telemetry.adapters.script.script_minibatches import left_out, loss_terms
 from esper_telemetry.adapters.script.script_optimizers import ScriptOptimizers
 from esper_telemetry.adapters.script.script_rollouts import RecordedRollout
 from esper_telemetry.adapters.script.variables import Variables

@@ -22,13 +22,11 @@ from esper_telemetry.adapters.script.autograd_graph import LayerOutputs, graph_o
 from esper_telemetry.adapters.script.loss_graph import read_loss
 from esper_telemetry.adapters.script.loss_reading import LossReading, PolicyTerm
 from esper_telemetry.adapters.script.network_logs import Asked, DistributionLog, EstimateLog, IndexLog, drawn_sequences
+from esper_telemetry.adapters.script.observed_steps import step_parts
 from esper_telemetry.adapters.script.rollout_finder import RolloutFinder
-from esper_telemetry.adapters.script.row_finder import RowFinder, summands
-from esper_telemetry.adapters.script.script_episodes import EpisodeLog
-from esper_telemetry.adapters.script.script_reports import ReturnLog
-from esper_telemetry.adapters.script.script_rollouts import RecordedRollout, ScriptRollout
+from esper_telemetry.adapters.script.script_episodes import EpisodeLog, ReturnLog
+from esper_telemetry.adapters.script.script_rollouts import RecordedRollout, RowFinder, ScriptRollout, summands
 from esper_telemetry.adapters.script.settings import find_discounts
-from esper_telemetry.adapters.script.step_results import step_parts
 from esper_telemetry.adapters.script.variables import Variables, calling_variables, stacked
 from esper_telemetry.core.event_parts import RolloutActions, Transitions
 from esper_telemetry.core.facts import Facts

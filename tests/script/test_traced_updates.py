@@ -12,8 +12,8 @@ import pytest
 from test_script_runs import SCRIPTS, python
 
 from esper_telemetry import read_run
+from esper_telemetry.adapters.script.observed_steps import step_parts
 from esper_telemetry.adapters.script.script_episodes import EpisodeLog
-from esper_telemetry.adapters.script.step_results import step_parts
 from esper_telemetry.adapters.script.traced_updates import ALL_TRACED, MAX_PERIOD, TracedUpdates
 
 RUN = """

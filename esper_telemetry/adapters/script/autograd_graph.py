@@ -14,6 +14,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.nn import functional
 
+from esper_telemetry.adapters.script.variables import Variables
+from esper_telemetry.updates.failure import Candidate, place_of, user_frames
+
 Node = Any
 """A node of torch's graph; the attributes that it has depend on its operation."""
 
@@ -64,6 +67,9 @@ PRODUCTS = {"MulBackward0", "DivBackward0"}
 
 PROJECTIONS = {"AddmmBackward0", "MmBackward0", "AddmvBackward0", "MvBackward0", "TBackward0", "AddBackward0"}
 """Operations between the outputs of a linear layer and its weight."""
+
+SAME_LINE = 1e-5
+"""Largest difference of two columns that are the same up to a factor and an offset, next to the largest entry."""
 
 
 class DistributionGraphs(NamedTuple):
@@ -142,19 +148,6 @@ class LossGraph:
                     return number.detach()
         return None
 
-    def through_views(self, node: Node) -> Node:
-        """Return the first node that changes more than the shape, at or below a node."""
-        while kind_of(node) in VIEWS:
-            node = children_of(node)[0]
-        return node
-
-    def without_sign(self, node: Node) -> tuple[Node, bool]:
-        """Return the node below negations and views, and whether the number of negations is odd."""
-        negative, node = False, self.through_views(node)
-        while kind_of(node) == "NegBackward0":
-            negative, node = not negative, self.through_views(children_of(node)[0])
-        return node, negative
-
     def inputs(self, node: Node) -> Tensor | None:
         """Inputs [N, ...] of the first layer below a node."""
         for one in nodes_below(node):
@@ -170,10 +163,10 @@ class LossGraph:
 
     def layer_at(self, node: Node, count: int) -> LayerOutputs | None:
         """The outputs of a linear layer at a node, perhaps only some of the outputs."""
-        node, start = self.through_views(node), 0
+        node, start = through_views(node), 0
         while kind_of(node) == "SliceBackward0":
             start += axis_of(node._saved_start) if axis_of(node._saved_dim) in (-1, len(shape_of(node)) - 1) else 0
-            node = self.through_views(children_of(node)[0])
+            node = through_views(children_of(node)[0])
         waiting = [node]
         while waiting:
             node = waiting.pop()
@@ -183,90 +176,6 @@ class LossGraph:
             if kind_of(node) in VIEWS | PROJECTIONS:  # the weight is the last factor
                 waiting += [child for child in children_of(node) if child is not None]
         return None
-
-    def in_order(self, nodes: Iterable[Node]) -> list[Node]:
-        """Return the nodes in the order in which the script computed their results."""
-        return sorted(nodes, key=lambda node: int(node._sequence_nr()))
-
-
-class NonfiniteOperation(NamedTuple):
-    """The first operation of a loss that made a NaN or infinite number of numbers that are not NaN.
-
-    Attributes:
-        words: such as "a product of 0 and the logarithm of 0".
-        result: with the number.
-        below, above: nodes that it is computed from and that are computed from it, the nearest first.
-    """
-
-    words: str
-    result: Tensor
-    below: Sequence[Node]
-    above: Sequence[Node]
-
-
-UNBOUNDED: dict[str, tuple[str, Callable[[Node, Sequence[Tensor | None]], Tensor]]] = {
-    "LogBackward0": ("the logarithm of", lambda node, _: node._saved_self.log()),
-    "Log1PBackward0": ("the logarithm of 1 +", lambda node, _: node._saved_self.log1p()),
-    "SqrtBackward0": ("the root of", lambda node, _: node._saved_result),
-    "ExpBackward0": ("the exponential of", lambda node, _: node._saved_result),
-    "PowBackward0": ("a power of", lambda node, _: node._saved_self.pow(node._saved_exponent)),
-    "AtanhBackward0": ("the inverse tanh of", lambda node, _: node._saved_self.atanh()),
-    "SoftmaxBackward0": ("a softmax of", lambda node, _: node._saved_result),
-    "LogSoftmaxBackward0": ("a softmax of", lambda node, _: node._saved_result),
-    "StdBackward0": ("a standard deviation of", lambda node, _: node._saved_result),
-    "MulBackward0": ("a product of", lambda _, both: both[0] * both[1]),  # type: ignore[operator]
-    "DivBackward0": ("a quotient of", lambda _, both: both[0] / both[1]),  # type: ignore[operator, arg-type]
-}
-"""Operations whose results may not be finite although their operands are: words, and the result from the node and its operands."""
-
-
-def nonfinite_operation(graph: LossGraph) -> NonfiniteOperation | None:
-    """Return the first operation with a NaN result, otherwise the first one with an infinite result; None if it is not known."""
-    infinite: tuple[Node, Tensor] | None = None
-    for node in graph.in_order(node for node in graph.consumers if kind_of(node) in UNBOUNDED):
-        operands = _operands(graph, node)
-        try:
-            result = UNBOUNDED[kind_of(node)][1](node, operands).detach()
-        except TypeError:  # an operand is not known
-            continue
-        if any(one is not None and bool(one.isnan().any()) for one in operands):
-            continue
-        if bool(result.isnan().any()):
-            return _described(graph, node, result)
-        is_new = all(one is None or not bool(one.isinf().any()) for one in operands)
-        if infinite is None and is_new and bool(result.isinf().any()):
-            infinite = node, result
-    return None if infinite is None else _described(graph, *infinite)
-
-
-def _operands(graph: LossGraph, node: Node) -> list[Tensor | None]:
-    """Return the numbers of the first two operands of an operation, None for those that are not known."""
-    children = [*children_of(node), None, None]
-    saved = [getattr(node, name, None) for name in ("_saved_self", "_saved_other")]
-    known = [one if child is None or isinstance(one, Tensor) else graph.value(child) for child, one in zip(children, saved, strict=False)]
-    return [one.detach() if isinstance(one, Tensor) else None for one in known]
-
-
-def _described(graph: LossGraph, node: Node, result: Tensor) -> NonfiniteOperation:
-    """Return the operation with the operands of its first entry that is NaN, or infinite without any, in words."""
-    wrong = result.isnan() if bool(result.isnan().any()) else result.isinf()
-    parts = []
-    for child, numbers in zip([*children_of(node), None], _operands(graph, node), strict=False):
-        if numbers is None:
-            continue
-        number = float(numbers.expand_as(wrong)[wrong].flatten()[0]) if numbers.dim() <= wrong.dim() else float("nan")
-        below = None if child is None else graph.through_views(child)
-        is_log = below is not None and kind_of(below) == "LogBackward0" and number == float("-inf")
-        parts.append("the logarithm of 0" if is_log else f"{number:.6g}")
-    words = f"{UNBOUNDED[kind_of(node)][0]} {' and '.join(parts) or 'numbers without a finite result'}"
-    above = dict[Node, None]()
-    waiting = deque([node])
-    while waiting:
-        for consumer, _ in graph.consumers.get(waiting.popleft(), ()):
-            if consumer not in above:
-                above[consumer] = None
-                waiting.append(consumer)
-    return NonfiniteOperation(words, result, list(nodes_below(node)), list(above))
 
 
 def graph_of(output: Tensor) -> Collection[Node]:
@@ -296,31 +205,14 @@ def takes_softmax_twice(graph: Iterable[Node]) -> bool:
     """Return whether a softmax in the graph of a loss is taken of the outputs of another one: probabilities were passed as logits."""
     for node in graph:
         child = children_of(node)[0] if kind_of(node) in NORMALISERS else None
-        while child is not None and kind_of(child) in VIEWS:
-            child = children_of(child)[0]
-        if child is not None and kind_of(child) == "SoftmaxBackward0":
+        if child is not None and kind_of(through_views(child)) == "SoftmaxBackward0":
             return True
     return False
-
-
-def leaves_of(output: Tensor) -> list[Tensor]:
-    """Return the leaves of an output's graph, to which its backward pass adds gradients."""
-    return leaves_in(graph_of(output))
 
 
 def leaves_in(nodes: Iterable[Node]) -> list[Tensor]:
     """Return the leaves among nodes of a graph."""
     return [one.variable for one in nodes if hasattr(one, "variable")]
-
-
-def _errors(node: Node, _: Operands) -> Tensor:
-    """The result of `F.mse_loss` and related functions."""
-    columns, reduction = (node._saved_self, node._saved_target), REDUCTIONS[node._saved_reduction]
-    if kind_of(node) == "MseLossBackward0":
-        return functional.mse_loss(*columns, reduction=reduction)
-    if kind_of(node) == "SmoothL1LossBackward0":
-        return functional.smooth_l1_loss(*columns, reduction=reduction, beta=node._saved_beta)
-    return functional.huber_loss(*columns, reduction=reduction, delta=node._saved_delta)
 
 
 def _all(node: Node, operand: Operands) -> list[Tensor]:
@@ -338,21 +230,21 @@ def _layer_output(node: Node, _: Operands) -> Tensor:
 REDUCTIONS = ("none", "mean", "sum")  # by the numbers in nodes
 
 
-def _nll_loss(node: Node, _: Operands) -> Tensor:
-    ignored, reduction = axis_of(node._saved_ignore_index), REDUCTIONS[node._saved_reduction]
-    return functional.nll_loss(node._saved_self, node._saved_target, node._saved_weight, ignore_index=ignored, reduction=reduction)
+def _loss(function: Callable[..., Tensor], *options: str) -> Callable[[Node, Operands], Tensor]:
+    """Return how the result of a loss function of torch is computed from a node, which keeps the options with these names."""
 
+    def computed(node: Node, _: Operands) -> Tensor:
+        saved = {name: getattr(node, f"_saved_{name}") for name in options}
+        saved |= {"ignore_index": axis_of(saved["ignore_index"])} if "ignore_index" in saved else {}
+        return function(node._saved_self, node._saved_target, reduction=REDUCTIONS[node._saved_reduction], **saved)
 
-def _binary_cross_entropy(node: Node, _: Operands) -> Tensor:
-    columns, reduction = (node._saved_self, node._saved_target, node._saved_weight), REDUCTIONS[node._saved_reduction]
-    if kind_of(node) == "BinaryCrossEntropyBackward0":
-        return functional.binary_cross_entropy(*columns, reduction=reduction)
-    return functional.binary_cross_entropy_with_logits(*columns, pos_weight=node._saved_pos_weight, reduction=reduction)
+    return computed
 
 
 NEGATIVE_LIKELIHOODS: dict[str, Callable[[Node, Operands], Tensor]] = {
-    **dict.fromkeys(("NllLossBackward0", "NllLoss2DBackward0"), _nll_loss),
-    **dict.fromkeys(("BinaryCrossEntropyWithLogitsBackward0", "BinaryCrossEntropyBackward0"), _binary_cross_entropy),
+    **dict.fromkeys(("NllLossBackward0", "NllLoss2DBackward0"), _loss(functional.nll_loss, "weight", "ignore_index")),
+    "BinaryCrossEntropyBackward0": _loss(functional.binary_cross_entropy, "weight"),
+    "BinaryCrossEntropyWithLogitsBackward0": _loss(functional.binary_cross_entropy_with_logits, "weight", "pos_weight"),
 }
 """Operations whose results are negative log-probabilities."""
 
@@ -375,10 +267,91 @@ FORWARD: dict[str, Callable[[Node, Operands], Tensor]] = {
     "MulBackward0": lambda _, operand: operand(0) * operand(1),
     "DivBackward0": lambda _, operand: operand(0) / operand(1),
     **NEGATIVE_LIKELIHOODS,
-    **dict.fromkeys(ERRORS, _errors),
+    "MseLossBackward0": _loss(functional.mse_loss),
+    "SmoothL1LossBackward0": _loss(functional.smooth_l1_loss, "beta"),
+    "HuberLossBackward0": _loss(functional.huber_loss, "delta"),
     **dict.fromkeys(RESHAPES, lambda node, operand: operand(0).reshape(shape_of(node))),
 }
 """The results of operations, from the tensors that their nodes keep and from their operands; LookupError if one is not known."""
+
+UNBOUNDED: dict[str, tuple[str, Callable[[Node, Sequence[Tensor | None]], Tensor]]] = {
+    "LogBackward0": ("the logarithm of", lambda node, _: node._saved_self.log()),
+    "Log1PBackward0": ("the logarithm of 1 +", lambda node, _: node._saved_self.log1p()),
+    "SqrtBackward0": ("the root of", lambda node, _: node._saved_result),
+    "ExpBackward0": ("the exponential of", lambda node, _: node._saved_result),
+    "PowBackward0": ("a power of", lambda node, _: node._saved_self.pow(node._saved_exponent)),
+    "AtanhBackward0": ("the inverse tanh of", lambda node, _: node._saved_self.atanh()),
+    "SoftmaxBackward0": ("a softmax of", lambda node, _: node._saved_result),
+    "LogSoftmaxBackward0": ("a softmax of", lambda node, _: node._saved_result),
+    "StdBackward0": ("a standard deviation of", lambda node, _: node._saved_result),
+    "MulBackward0": ("a product of", lambda _, both: both[0] * both[1]),  # type: ignore[operator]
+    "DivBackward0": ("a quotient of", lambda _, both: both[0] / both[1]),  # type: ignore[operator, arg-type]
+}
+"""Operations whose results may not be finite although their operands are: words, and the result from the node and its operands."""
+
+
+def nonfinite_result(loss: Tensor, nodes: Collection[Node], variables: Variables) -> Candidate | None:
+    """Return the first result of an operation in the graph of a loss that is not finite, with the variables around it."""
+    if not nodes:
+        return None
+    graph = LossGraph(loss, nodes, list(variables.tensors()), NO_OUTPUTS, ())
+    operation = nonfinite_operation(graph)
+    if operation is None:
+        return None
+    node, result = operation
+    above = dict[Node, None]()
+    waiting = deque([node])
+    while waiting:
+        for consumer, _ in graph.consumers.get(waiting.popleft(), ()):
+            if consumer not in above:
+                above[consumer] = None
+                waiting.append(consumer)
+    own = {value.grad_fn: name for name, value in variables.named_values() if isinstance(value, Tensor) and value.grad_fn is not None}
+    near = [next((own[one] for one in nearest if one in own), "") for nearest in (nodes_below(node), above)]
+    places = [f" ({place})" if name and (place := place_of(name, user_frames())) else "" for name in near]
+    texts = [f"{word} `{name}`{place}" for word, name, place in zip(("computed from", "for"), near, places, strict=True) if name]
+    return Candidate(in_words(graph, node, result), result.clone(), made=" ".join(texts))
+
+
+def nonfinite_operation(graph: LossGraph) -> tuple[Node, Tensor] | None:
+    """Return the first operation with a NaN result, otherwise the first one with an infinite result, and it; None if it is not known."""
+    infinite: tuple[Node, Tensor] | None = None
+    for node in in_order(node for node in graph.consumers if kind_of(node) in UNBOUNDED):
+        operands = _operands(graph, node)
+        try:
+            result = UNBOUNDED[kind_of(node)][1](node, operands).detach()
+        except TypeError:  # an operand is not known
+            continue
+        if any(one is not None and bool(one.isnan().any()) for one in operands):
+            continue
+        if bool(result.isnan().any()):
+            return node, result
+        is_new = all(one is None or not bool(one.isinf().any()) for one in operands)
+        if infinite is None and is_new and bool(result.isinf().any()):
+            infinite = node, result
+    return infinite
+
+
+def _operands(graph: LossGraph, node: Node) -> list[Tensor | None]:
+    """Return the numbers of the first two operands of an operation, None for those that are not known."""
+    children = [*children_of(node), None, None]
+    saved = [getattr(node, name, None) for name in ("_saved_self", "_saved_other")]
+    known = [one if child is None or isinstance(one, Tensor) else graph.value(child) for child, one in zip(children, saved, strict=False)]
+    return [one.detach() if isinstance(one, Tensor) else None for one in known]
+
+
+def in_words(graph: LossGraph, node: Node, result: Tensor) -> str:
+    """Return an operation with the operands of its first entry that is NaN, or infinite without any, as "a product of 0 and 1"."""
+    wrong = result.isnan() if bool(result.isnan().any()) else result.isinf()
+    parts = []
+    for child, numbers in zip([*children_of(node), None], _operands(graph, node), strict=False):
+        if numbers is None:
+            continue
+        number = float(numbers.expand_as(wrong)[wrong].flatten()[0]) if numbers.dim() <= wrong.dim() else float("nan")
+        below = None if child is None else through_views(child)
+        is_log = below is not None and kind_of(below) == "LogBackward0" and number == float("-inf")
+        parts.append("the logarithm of 0" if is_log else f"{number:.6g}")
+    return f"{UNBOUNDED[kind_of(node)][0]} {' and '.join(parts) or 'numbers without a finite result'}"
 
 
 def edge_of(output: Any) -> GradientEdge:
@@ -396,6 +369,26 @@ def nodes_below(node: Node) -> dict[Node, None]:
                 found[child] = None
                 waiting.append(child)
     return found
+
+
+def through_views(node: Node) -> Node:
+    """Return the first node that changes more than the shape, at or below a node."""
+    while kind_of(node) in VIEWS:
+        node = children_of(node)[0]
+    return node
+
+
+def without_sign(node: Node) -> tuple[Node, bool]:
+    """Return the node below negations and views, and whether the number of negations is odd."""
+    negative, node = False, through_views(node)
+    while kind_of(node) == "NegBackward0":
+        negative, node = not negative, through_views(children_of(node)[0])
+    return node, negative
+
+
+def in_order(nodes: Iterable[Node]) -> list[Node]:
+    """Return the nodes in the order in which the script computed their results."""
+    return sorted(nodes, key=lambda node: int(node._sequence_nr()))
 
 
 def kinds_below(node: Node) -> set[str]:
@@ -448,3 +441,15 @@ def joined_rows(parts: Sequence[Tensor | None]) -> Tensor | None:
     known = [part for part in parts if part is not None]
     same = len(known) == len(parts) and len({part.shape[1:] for part in known}) == 1
     return torch.cat(known) if same else None
+
+
+def line_error(one: Tensor, other: Tensor) -> float:
+    """Return the largest difference of two arrays up to a positive factor and an offset, next to the largest entry of `other`.
+
+    Correlations do not distinguish arrays whose difference is small.
+    """
+    first, second = (part.double().reshape(-1) for part in (one, other))
+    first, second = first - first.mean(), second - second.mean()
+    slope = (first @ second) / first.square().sum()
+    error = (second - slope * first).abs().max() / second.abs().max()
+    return float(torch.where((slope > 0) & error.isfinite(), error, torch.inf))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -20,11 +20,13 @@ from esper_telemetry.adapters.script.autograd_graph import (
     axis_of,
     children_of,
     edge_of,
+    in_order,
     is_scaling,
     joined_rows,
     kind_of,
     number_of,
     shape_of,
+    through_views,
 )
 from esper_telemetry.adapters.script.loss_reading import EntropyTerm, ValueTerm
 from esper_telemetry.equations.entropy_loss import GAUSSIAN_ENTROPY
@@ -48,7 +50,7 @@ def error_of(graph: LossGraph, node: Node) -> ValueTerm | None:
     """Differences of values and targets: both columns if they are known, and the clip."""
     kind, children = kind_of(node), children_of(node)
     if kind in EXTREMES:
-        errors = [error_of(graph, graph.through_views(child)) for child in children if child is not None]
+        errors = [error_of(graph, through_views(child)) for child in children if child is not None]
         known = [one for one in errors if one is not None]
         if len(known) != 2:
             return None
@@ -67,7 +69,7 @@ def error_of(graph: LossGraph, node: Node) -> ValueTerm | None:
     product = kind == "MulBackward0" and children[0] is not None and _same_difference(graph, *children)
     if not (square or product or kind == "AbsBackward0"):
         return None
-    subtraction = graph.through_views(children[0])
+    subtraction = through_views(children[0])
     parts = children_of(subtraction) if kind_of(subtraction) == "SubBackward0" else []
     own = [place for place, part in enumerate(parts) if part is not None]
     if len(own) != 1:
@@ -100,17 +102,17 @@ def _near(graph: LossGraph, node: Node) -> Tensor | None:
 
 def _clipped_error(graph: LossGraph, node: Node, values: Tensor | None, returns: Tensor | None, kind: str) -> ValueTerm:
     """Follow clipped values to the unclipped ones: old + clamp(values - old), or clamp(values, old - clip, old + clip)."""
-    node = graph.through_views(node)
+    node = through_views(node)
     if kind_of(node) == "ClampBackward0" and isinstance(node._saved_min, Tensor) and isinstance(node._saved_max, Tensor):
         low, high = node._saved_min.detach(), node._saved_max.detach()
         source, now = children_of(node)[0], node._saved_self.detach()
         limit = round(float(high.reshape(-1)[0] - low.reshape(-1)[0]) / 2, 6)
         edge = GradientEdge(source, 0)
         return ValueTerm(_flat(now), _flat(returns), _flat((low + high) / 2), limit, kind, edge)
-    parts = [graph.through_views(child) for child in children_of(node) if child is not None]
+    parts = [through_views(child) for child in children_of(node) if child is not None]
     moved = parts[0] if kind_of(node) == "AddBackward0" and len(parts) == 1 else None
     if moved is not None and kind_of(moved) == "ClampBackward1" and number_of(moved._saved_max) is not None:
-        below, difference = graph.through_views(children_of(moved)[0]), moved._saved_self.detach()
+        below, difference = through_views(children_of(moved)[0]), moved._saved_self.detach()
         source = children_of(below)[0] if kind_of(below) == "SubBackward0" else None
         if source is not None:
             now = graph.value(source)
@@ -122,33 +124,32 @@ def _clipped_error(graph: LossGraph, node: Node, values: Tensor | None, returns:
 
 def _same_difference(graph: LossGraph, one: Node, other: Node) -> bool:
     """Return True for two factors that are the same difference of values and targets."""
-    first, second = graph.through_views(one), graph.through_views(other) if other is not None else None
+    first, second = through_views(one), through_views(other) if other is not None else None
     if second is None or kind_of(first) != "SubBackward0" or kind_of(second) != "SubBackward0":
         return False
     return first is second or children_of(first) == children_of(second)
 
 
-def row_errors(graph: LossGraph, slopes: Mapping[Node, Tensor]) -> dict[Node, ValueTerm]:
-    """Return the critic's errors of single rows, in the order in which the values were computed."""
+def critic_of_rows(graph: LossGraph, slopes: Mapping[Node, Tensor]) -> tuple[ValueTerm | None, Collection[Node]]:
+    """Return the critic's term of the errors of single rows, if there are several, and their nodes."""
     errors = {node: error_of(graph, node) for node, slope in slopes.items() if slope.numel() == 1}
     known = {node: error for node, error in errors.items() if error is not None and _is_one_row(error)}
-    return dict(sorted(known.items(), key=lambda one: int(one[1].edge.node._sequence_nr())))
-
-
-def critic_of_rows(graph: LossGraph, errors: Mapping[Node, ValueTerm], slopes: Mapping[Node, Tensor]) -> ValueTerm | None:
-    """The critic's term of the errors of single rows."""
-    first = next(iter(errors.values()))
-    rows = [graph.value(node) for node in errors]
-    slope = torch.stack([slopes[node].reshape(()) for node in errors])
+    # in the order in which the values were computed
+    known = dict(sorted(known.items(), key=lambda one: int(one[1].edge.node._sequence_nr())))
+    rows = [graph.value(node) for node in known]
+    if len(known) < 2 or any(row is None for row in rows) or len({error.kind for error in known.values()}) > 1:
+        return None, known
+    first, slope = next(iter(known.values())), torch.stack([slopes[node].reshape(()) for node in known])
     weight = (1 if first.kind == "Huber" else 2) * float(slope.sum())
-    if not weight or any(row is None for row in rows) or len({error.kind for error in errors.values()}) > 1:
-        return None
-    return first._replace(
-        values=joined_rows([error.values for error in errors.values()]),
-        returns=joined_rows([error.returns for error in errors.values()]),
+    if not weight:
+        return None, known
+    term = first._replace(
+        values=joined_rows([error.values for error in known.values()]),
+        returns=joined_rows([error.returns for error in known.values()]),
         loss=(torch.stack([row.reshape(()) for row in rows if row is not None]) * slope).sum() / weight,
         weight=weight,
     )
+    return term, known
 
 
 def left_out_values(graph: LossGraph, count: int) -> ValueTerm | None:
@@ -295,16 +296,14 @@ def left_out_entropy(graph: LossGraph, count: int) -> EntropyTerm | None:
     return EntropyTerm(entropies, -entropies.sum() / count, 0.0, edge_of(unused[0]))
 
 
-def row_entropies(graph: LossGraph, slopes: Mapping[Node, Tensor]) -> list[Node]:
-    """Return the products of probabilities and their logarithms of single rows."""
+def entropy_of_rows(graph: LossGraph, slopes: Mapping[Node, Tensor], count: int) -> tuple[EntropyTerm | None, Collection[Node]]:
+    """Return the entropy's term of the products of probabilities and their logarithms of so many single rows, and their nodes."""
     single = (node for node, slope in slopes.items() if slope.dim() == 1 or (slope.dim() == 2 and len(slope) == 1))
-    return graph.in_order(node for node in single if plogp(graph, node) is not None)
-
-
-def entropy_of_rows(graph: LossGraph, nodes: Sequence[Node], slopes: Mapping[Node, Tensor]) -> EntropyTerm | None:
-    """The entropy's term of the products of single rows."""
-    products = torch.stack([plogp(graph, node).reshape(-1) for node in nodes])  # type: ignore[union-attr]  # they are such
-    numbers, sign = -products, 1 if _is_negative(graph, nodes[0], products[0]) else -1
-    slope = sign * torch.stack([slopes[node].reshape(-1) for node in nodes])
+    known = {node: products.reshape(-1) for node in in_order(single) if (products := plogp(graph, node)) is not None}
+    if not known or len(known) != count:
+        return None, known
+    products = torch.stack([*known.values()])
+    numbers, sign = -products, 1 if _is_negative(graph, next(iter(known)), products[0]) else -1
+    slope = sign * torch.stack([slopes[node].reshape(-1) for node in known])
     weight = -float(slope.sum())
-    return EntropyTerm(numbers, (numbers * slope).sum() / weight, weight, None) if weight else None
+    return EntropyTerm(numbers, (numbers * slope).sum() / weight, weight, None) if weight else None, known

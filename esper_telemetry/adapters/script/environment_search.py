@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
+from esper_telemetry.adapters.script.observed_steps import as_numbers, named_parts, step_result
 from esper_telemetry.adapters.script.patches import wrapping
 from esper_telemetry.adapters.script.script_episodes import EpisodeLog
-from esper_telemetry.adapters.script.step_results import as_numbers, named_parts, step_result
 from esper_telemetry.adapters.script.variables import locals_of
 
 if TYPE_CHECKING:
@@ -94,7 +94,8 @@ class StepCall(NamedTuple):
         """Return the object and the class whose method this is; None for other functions."""
         owner = next(iter(self.arguments.values()), None) if self.code.co_argcount else None
         for kind in type(owner).__mro__ if owner is not None else ():
-            if is_function(vars(kind).get(self.code.co_name), self.code):
+            method = vars(kind).get(self.code.co_name)
+            if isinstance(method, FunctionType) and getattr(unwrap(method), "__code__", None) is self.code:  # perhaps decorated
                 return owner, kind
         return None
 
@@ -115,11 +116,6 @@ def _contents(cell: CellType, default: object) -> object:
         return cell.cell_contents
     except ValueError:  # it is empty
         return default
-
-
-def is_function(value: object, code: CodeType) -> bool:
-    """Return True for the function with that code, perhaps decorated."""
-    return isinstance(value, FunctionType) and getattr(unwrap(value), "__code__", None) is code
 
 
 class EnvironmentSearch:

@@ -2,7 +2,7 @@
 
 A script is listened to, never rewritten. An update begins with the first optimizer step after environment steps, and ends with the next
 environment step or with the script. Minibatches are read from the graphs of their losses before each backward pass (`loss_graph`), the
-rollout from the script's variables (`rollouts`), and settings by their names. Telemetry begins with the first step whose loss has a
+rollout from the script's variables (`rollout_finder`), and settings by their names. Telemetry begins with the first step whose loss has a
 policy's term, so that other scripts leave no trace.
 """
 
@@ -24,19 +24,16 @@ from esper_telemetry.adapters.script import settings
 from esper_telemetry.adapters.script import variables as names
 from esper_telemetry.adapters.script.acting import Acting, ActingLog, are_scaled
 from esper_telemetry.adapters.script.autograd_graph import (
-    NO_OUTPUTS,
-    LossGraph,
     detaches_states,
     graph_of,
     leaves_in,
     nodes_below,
-    nonfinite_operation,
+    nonfinite_result,
     takes_softmax_twice,
 )
 from esper_telemetry.adapters.script.environment_search import NO_STEP
 from esper_telemetry.adapters.script.loss_graph import joined, read_loss
 from esper_telemetry.adapters.script.loss_reading import LossReading, ValueTerm
-from esper_telemetry.adapters.script.minibatch_losses import LossTerms, left_out, loss_terms
 from esper_telemetry.adapters.script.network_logs import (
     Asked,
     ClipLog,
@@ -47,13 +44,19 @@ from esper_telemetry.adapters.script.network_logs import (
     RecordedLstm,
     drawn_sequences,
 )
+from esper_telemetry.adapters.script.observed_steps import step_parts
 from esper_telemetry.adapters.script.rollout_finder import RolloutFinder
-from esper_telemetry.adapters.script.script_episodes import EpisodeLog
-from esper_telemetry.adapters.script.script_minibatches import ScriptMinibatch, ScriptMinibatches, without_graph
+from esper_telemetry.adapters.script.script_episodes import EPISODE_TAGS, EpisodeLog, ReturnLog, ScalarLog
+from esper_telemetry.adapters.script.script_minibatches import (
+    LossTerms,
+    ScriptMinibatch,
+    ScriptMinibatches,
+    left_out,
+    loss_terms,
+    without_graph,
+)
 from esper_telemetry.adapters.script.script_optimizers import ScriptOptimizers, parameters_of
-from esper_telemetry.adapters.script.script_reports import EPISODE_TAGS, ReturnLog, ScalarLog
 from esper_telemetry.adapters.script.script_rollouts import RecordedRollout, ScriptRollout
-from esper_telemetry.adapters.script.step_results import step_parts
 from esper_telemetry.adapters.script.traced_updates import TracedUpdates
 from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.adapters.taps import ErrorHandler, reraise
@@ -61,17 +64,8 @@ from esper_telemetry.core.event_parts import RolloutActions
 from esper_telemetry.core.facts import UNCHECKED_FACT, UNTRACED_FACT
 from esper_telemetry.core.minibatch_objective import MinibatchObjective
 from esper_telemetry.equations.replayed_outputs import FIRST_DIFFERENCE
-from esper_telemetry.events import (
-    BackwardEnd,
-    Hooks,
-    OptimizerStep,
-    RecurrentForward,
-    RolloutEnd,
-    RunStart,
-    UpdateEnd,
-    UpdateStart,
-)
-from esper_telemetry.updates.failure import Candidate, nonfinite_local, place_of, user_frames
+from esper_telemetry.events import BackwardEnd, Hooks, OptimizerStep, RecurrentForward, RolloutEnd, RunStart, UpdateEnd, UpdateStart
+from esper_telemetry.updates.failure import Candidate, nonfinite_local
 
 DEFAULT_GAMMA = 0.99
 """Discount factor that is assumed if a script's own factor is unknown."""
@@ -144,7 +138,6 @@ class ScriptListener:
         self._begin, self._log, self._on_error = begin, log, on_error
         self._pid, self._thread = os.getpid(), threading.get_ident()
         self._started = False
-        self._gamma = DEFAULT_GAMMA
         self._readings: list[LossReading] = []
         self._policy_leaves = frozenset[int]()  # of a policy whose critic has separate losses
         self._other_losses = 0
@@ -313,7 +306,9 @@ class ScriptListener:
                 own = parameters_of(self._announced)
                 is_cleared = all(one.grad is None or not bool(one.grad.any()) for one in own)
                 # parts of a minibatch have other rows, unlike a pass that a script repeats or takes only to measure it
-                is_part = self._optimizers.passes(self._announced) > 1 and _are_others(advantages, self._last_part)
+                part, is_part = self._last_part, False
+                if part is not None and advantages is not None and self._optimizers.passes(self._announced) > 1:
+                    is_part = part.shape != advantages.shape or not torch.equal(part, advantages)
                 self._passes, self._last_part = 1 if is_cleared and not is_part else self._passes + 1, advantages
                 terms = partial(self._terms_of, self._announced, loss, reading, variables)
                 # if the gradients of earlier passes are read already, an announcement without terms ends the check
@@ -411,12 +406,13 @@ class ScriptListener:
         parameters = self._optimizers.named_parameters(optimizer)
         gradients = self.clips.take(parameters)
         if gradients is not None:
+            own, norms, max_norm = gradients
             self._shown = self._shown or self._announced in (None, optimizer)
-            self.findings[CLIPPED_GRADIENTS if gradients.max_norm else GRADIENTS] = None
-            self.seek_origin(gradients.norms)
+            self.findings[CLIPPED_GRADIENTS if max_norm else GRADIENTS] = None
+            self.seek_origin(norms)
             trained = self._optimizers.trained
             trained |= parameters  # an update's passes may belong to several optimizers
-            self.hooks.emit(BackwardEnd(self._epoch, self._step, parameters=trained, **gradients._asdict()))
+            self.hooks.emit(BackwardEnd(self._epoch, self._step, trained, own, norms, max_norm))
 
     def after_step(self, optimizer: Optimizer) -> None:
         """It has taken the step."""
@@ -433,14 +429,14 @@ class ScriptListener:
         if self._announced in (None, optimizer):
             self._announced, self._passes, self._shown = None, 1, False
         self._stepping = False
-        self._optimizers.after_step(optimizer, self.clips.take_calls(parameters_of(optimizer)), passes)
+        step = self._step if stepping is optimizer else 0
+        self._optimizers.after_step(optimizer, self.clips.take_calls(parameters_of(optimizer)), passes, step)
         if stepping is not optimizer:
             return
         self.hooks.emit(OptimizerStep(self._epoch, self._step, optimizer, self._optimizers.named_parameters(optimizer)))
         for reading in readings:
             self._add_reading(reading, variables)
         self._emit_minibatches()
-        self._optimizers.add_early(optimizer, self._step)
         self._step += 1
         self._gradient_step += 1
 
@@ -560,7 +556,6 @@ class ScriptListener:
             "reported_returns": not self.environments.steps,
         }
         self.hooks.emit(RunStart(self._config, facts, update=0, env_step=0, gradient_step=0))
-        self._gamma = float(facts.get("gamma", DEFAULT_GAMMA))
 
     def _data_of(self, variables: Variables) -> object:
         """Identify the training data of updates: by the environments' steps, the script's counter, draws, or outputs without a graph."""
@@ -671,7 +666,11 @@ class ScriptListener:
             rollout = finder.rollout(self._facts.get("gamma", discounts[0][0] if discounts else None))
             observations = finder.observations(None if first is None else first.inputs)
             drawn = None if policy is None or policy.log_ratio is not None else recorded.actions_drawn
-            return finder, rollout, observations, finder.acted(finder.actions(chosen) if drawn is None else drawn, observations)
+            actions, found, ended = finder.actions(chosen) if drawn is None else drawn, finder.log_probs, finder.ended
+            if found is None or ended is None:
+                return finder, rollout, observations, None
+            acted = recorded.with_distributions(found, ended, finder.rewards, actions=actions, observations=observations)
+            return finder, rollout, observations, acted
         except Exception as error:  # arrays that the finder was not made for
             self._on_error(RolloutFinder, error)
             return RolloutFinder(Variables([]), RecordedRollout()), None, None, None
@@ -723,7 +722,7 @@ class ScriptListener:
             RolloutEnd(
                 update=self.updates + 1,
                 env_step=self._env_step,
-                gamma=self._gamma,
+                gamma=float(self._facts.get("gamma", DEFAULT_GAMMA)),
                 states=None if lstm is None else lstm.states,
                 seen_difference=seen_difference,
                 raw_rewards=None if raw_rewards is None else raw_rewards.to(rollout.rewards),
@@ -766,19 +765,3 @@ class ScriptListener:
                 if minibatch.losses:
                     self.findings[LOSSES] = None
                 self.hooks.emit(minibatch)
-
-
-def nonfinite_result(loss: Tensor, graph: Collection[Any], variables: Variables) -> Candidate | None:
-    """Return the first result of an operation in the graph of a loss that is not finite, with the variables around it."""
-    operation = nonfinite_operation(LossGraph(loss, graph, list(variables.tensors()), NO_OUTPUTS, ())) if graph else None
-    if operation is None:
-        return None
-    own = {value.grad_fn: name for name, value in variables.named_values() if isinstance(value, Tensor) and value.grad_fn is not None}
-    near = [next((own[node] for node in nodes if node in own), "") for nodes in (operation.below, operation.above)]
-    places = [f" ({place})" if name and (place := place_of(name, user_frames())) else "" for name in near]
-    texts = [f"{word} `{name}`{place}" for word, name, place in zip(("computed from", "for"), near, places, strict=True) if name]
-    return Candidate(operation.words, operation.result.clone(), made=" ".join(texts))
-
-
-def _are_others(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is not None and other is not None and (one.shape != other.shape or not torch.equal(one, other))

@@ -29,12 +29,15 @@ from esper_telemetry.adapters.script.autograd_graph import (
     Node,
     children_of,
     graph_of,
+    in_order,
     is_scaling,
     joined_rows,
     kind_of,
     kinds_below,
     nodes_below,
     shape_of,
+    through_views,
+    without_sign,
 )
 from esper_telemetry.adapters.script.critic_and_entropy import (
     critic_of_rows,
@@ -47,8 +50,6 @@ from esper_telemetry.adapters.script.critic_and_entropy import (
     left_out_entropy,
     left_out_values,
     plogp,
-    row_entropies,
-    row_errors,
 )
 from esper_telemetry.adapters.script.loss_reading import EntropyTerm, LossReading, PenaltyTerm, PolicyTerm, ValueTerm
 from esper_telemetry.adapters.script.policy_terms import (
@@ -202,14 +203,11 @@ class _LossReader:
     def _read_rows(self) -> tuple[list[Node], set[Node]]:
         """Read the terms of single rows; return the nodes of log-probabilities, and all nodes that have been read."""
         graph, slopes = self.graph, self.terms.slopes
-        chosen = [node for node in graph.in_order(slopes) if is_row_log_prob(graph, node)] if len(slopes) > 1 else []
-        errors, bonuses = row_errors(graph, slopes), row_entropies(graph, slopes)
+        chosen = [node for node in in_order(slopes) if is_row_log_prob(graph, node)] if len(slopes) > 1 else []
         if len(chosen) > 1:
             self.policy = policy_of_rows(graph, chosen, slopes)
-        if len(errors) > 1:
-            self.value = critic_of_rows(graph, errors, slopes)
-        if self.policy is not None and len(bonuses) == len(chosen):
-            self.entropy = entropy_of_rows(graph, bonuses, slopes)
+        self.value, errors = critic_of_rows(graph, slopes)
+        self.entropy, bonuses = (None, ()) if self.policy is None else entropy_of_rows(graph, slopes, len(chosen))
         by_term = ((self.policy, chosen), (self.value, errors), (self.entropy, bonuses))
         return chosen, {node for term, nodes in by_term if term is not None for node in nodes}
 
@@ -288,7 +286,7 @@ def _nonlinear(graph: LossGraph, node: Node) -> Iterator[tuple[Node, int]]:
         entropies = joined_entropies(graph, node) if kind in JOINTS else None
         graph.entropies |= {} if entropies is None else {node: entropies}
         is_output = node in graph.entropies or node in graph.log_probs
-        is_chosen = kind == "GatherBackward0" and plogp(graph, graph.through_views(children_of(node)[0])) is not None
+        is_chosen = kind == "GatherBackward0" and plogp(graph, through_views(children_of(node)[0])) is not None
         if not is_output and (kind in SUMS or is_chosen or is_scaling(node) or _weighs_rows(graph, node)):
             waiting += [(child, place) for child, place in node.next_functions if child is not None]
         else:
@@ -302,10 +300,10 @@ def _weighs_rows(graph: LossGraph, node: Node) -> bool:
         return False
     if kind == "DivBackward0" and children[0] is None:
         return False
-    below = graph.through_views(next(child for child in children if child is not None))
+    below = through_views(next(child for child in children if child is not None))
     while kind_of(below) in ("SumBackward1", "MeanBackward1"):  # of each sequence
-        below = graph.through_views(children_of(below)[0])
-    rows = graph.without_sign(below)[0]
+        below = through_views(children_of(below)[0])
+    rows = without_sign(below)[0]
     is_policys = below in graph.entropies or next(products_of(graph, rows), None) is not None
     if is_policys or _weighs_rows(graph, rows):
         return True
@@ -321,17 +319,17 @@ def _divergence(graph: LossGraph, node: Node) -> int | None:
     kind, children = kind_of(node), children_of(node)
     if any(consumer in graph.linear and _is_log_ratio(graph, consumer) for consumer, _ in graph.consumers[node]):
         return 0 if _is_log_prob(graph, node) else None
-    if kind == "LogBackward0" and _is_exponential(graph, graph.through_views(children[0])):
+    if kind == "LogBackward0" and _is_exponential(graph, through_views(children[0])):
         return 0
     if _is_exponential(graph, node):
         return 1
     if kind == "PowBackward0" and node._saved_exponent == 2:
-        return 1 if _is_log_ratio(graph, graph.through_views(children[0])) else None
+        return 1 if _is_log_ratio(graph, through_views(children[0])) else None
     if kind != "MulBackward0":
         return None
     for place, (factor, child) in enumerate(zip((node._saved_other, node._saved_self), children, strict=False)):
         other = children[1 - place]
-        below = None if child is None else graph.through_views(child)
+        below = None if child is None else through_views(child)
         if below is None or factor is None or not _are_probabilities(factor):
             continue
         is_difference = _is_log_ratio(graph, below)
@@ -345,9 +343,9 @@ def _divergence(graph: LossGraph, node: Node) -> int | None:
 
 def _is_log_prob(graph: LossGraph, node: Node) -> bool:
     """Return True for log-probabilities, of the chosen actions or of all."""
-    node = graph.without_sign(node)[0]
+    node = without_sign(node)[0]
     while kind_of(node) in ("GatherBackward0", "IndexBackward0"):
-        node = graph.through_views(children_of(node)[0])
+        node = through_views(children_of(node)[0])
     return node in graph.log_probs or (
         kind_of(node) in ("LogSoftmaxBackward0", "LogBackward0", "SubBackward0") and bool(EXPONENTIALS & kinds_below(node))
     )
@@ -365,7 +363,7 @@ def _is_exponential(graph: LossGraph, node: Node) -> bool:
     """Return True for the ratio of probabilities now and at collection, or its inverse."""
     if kind_of(node) == "DivBackward0":
         return None in children_of(node) and not is_scaling(node) and bool(EXPONENTIALS & kinds_below(node))
-    return kind_of(node) == "ExpBackward0" and _is_log_ratio(graph, graph.without_sign(children_of(node)[0])[0])
+    return kind_of(node) == "ExpBackward0" and _is_log_ratio(graph, without_sign(children_of(node)[0])[0])
 
 
 def _are_probabilities(numbers: Tensor) -> bool:

@@ -487,14 +487,6 @@ class LstmLog:
         return RecordedLstm(self._module, states, inputs, bool(from_zero))
 
 
-class StepGradients(NamedTuple):
-    """Norms [K] of the gradients of one optimizer step before clipping, names of their parameters, and the limit."""
-
-    names: tuple[str, ...]
-    norms: Tensor
-    max_norm: float | None
-
-
 class ClipCall(NamedTuple):
     """A call that clips gradients: `id` of its parameters, and the limit of their norm, None if it clips by value."""
 
@@ -527,8 +519,11 @@ class ClipLog:
         self._norms = {}
 
     @torch.no_grad()
-    def take(self, parameters: Mapping[str, Tensor]) -> StepGradients | None:
-        """Return the norms of these parameters; None if none has a gradient. The limit is None if they were clipped in several parts."""
+    def take(self, parameters: Mapping[str, Tensor]) -> tuple[tuple[str, ...], Tensor, float | None] | None:
+        """Return names and norms [K] before clipping of the gradients of these parameters, and the limit, of one optimizer step.
+
+        The limit is None if they were clipped in several parts. Returns None if none has a gradient.
+        """
         present = {name: p for name, p in parameters.items() if p.grad is not None}
         unclipped = self._add(present.values())
         norms, own = self._norms, set(map(id, present.values()))
@@ -537,7 +532,7 @@ class ClipLog:
             return None
         limits = [call.max_norm for call in self.calls if call.max_norm is not None and own & call.parameters]
         stacked = torch.stack([norms[id(p)] for p in present.values()])
-        return StepGradients(tuple(present), stacked, limits[0] if len(limits) == 1 and not unclipped else None)
+        return tuple(present), stacked, limits[0] if len(limits) == 1 and not unclipped else None
 
     def take_calls(self, parameters: Sequence[Tensor]) -> list[ClipCall]:
         """Return the calls for some of these parameters, whose optimizer has taken its step, and forget them."""

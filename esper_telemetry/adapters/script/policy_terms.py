@@ -20,6 +20,7 @@ from esper_telemetry.adapters.script.autograd_graph import (
     EXTREMES,
     NEGATIVE_LIKELIHOODS,
     ROUNDING,
+    SAME_LINE,
     SOFTMAXES,
     SUMS,
     VIEWS,
@@ -31,13 +32,15 @@ from esper_telemetry.adapters.script.autograd_graph import (
     joined_rows,
     kind_of,
     kinds_below,
+    line_error,
     nodes_below,
     number_of,
     shape_of,
+    through_views,
+    without_sign,
 )
 from esper_telemetry.adapters.script.critic_and_entropy import error_of
 from esper_telemetry.adapters.script.loss_reading import PolicyTerm
-from esper_telemetry.adapters.script.row_finder import SAME_LINE, line_error
 
 PAIRS_ERROR = 1e-4  # of log-ratios whose rows differ by those of the new log-probabilities
 
@@ -164,7 +167,7 @@ def products_of(graph: LossGraph, node: Node) -> Iterator[_Product]:
     """Yield the products of advantages and ratios in a term."""
     waiting, visited = [node], set[Node]()
     while waiting:
-        node = graph.through_views(waiting.pop())
+        node = through_views(waiting.pop())
         if node in visited:
             continue
         visited.add(node)
@@ -184,9 +187,9 @@ def _product(graph: LossGraph, node: Node) -> _Product | None:
         factor = node._saved_other if place == 0 else node._saved_self
         if child is None or factor is None or factor.dtype is torch.bool:
             continue
-        child = graph.through_views(child)
+        child = through_views(child)
         if kind_of(child) == "NegBackward0":
-            child, factor = graph.through_views(children_of(child)[0]), -factor
+            child, factor = through_views(children_of(child)[0]), -factor
         inner, clip = _unclipped(graph, child)
         is_quotient = kind_of(inner) == "DivBackward0" and None in children_of(inner) and not is_scaling(inner)
         is_ratio = clip is not None or is_quotient or kind_of(inner) == "ExpBackward0"
@@ -195,24 +198,19 @@ def _product(graph: LossGraph, node: Node) -> _Product | None:
         ratio = None if is_ratio else ratio_below(graph, inner, factor.numel())
         if ratio is not None:
             return _Product(factor.detach(), ratio, None, is_ratio=True, attached=None, reshaped=True)
-        if is_ratio or (factor.numel() > 1 and _has_log_probs(graph, inner)):
+        of_log_probs = (one in graph.log_probs or kind_of(one) in LOG_PROBABILITIES for one in nodes_below(inner))
+        if is_ratio or (factor.numel() > 1 and any(of_log_probs)):  # that a distribution returned, or that the script computed
             attached = None if other is None else GradientEdge(other, number)
             factor = -factor if not is_ratio and _is_negative_likelihood(graph, inner) else factor
             return _Product(factor.detach(), inner, clip, is_ratio, attached)
     return None
 
 
-def _has_log_probs(graph: LossGraph, node: Node) -> bool:
-    """Return True for a function of log-probabilities that a distribution returned, or that the script computed."""
-    below = nodes_below(node)
-    return any(one in graph.log_probs or kind_of(one) in LOG_PROBABILITIES for one in below)
-
-
 def ratio_below(graph: LossGraph, node: Node, count: int) -> Node | None:
     """Return the ratio of so many rows that an operation depends on: the exponential of a difference from numbers without a graph."""
     for one in nodes_below(node):
         if kind_of(one) == "ExpBackward0" and shape_of(one).numel() == count:
-            below = graph.through_views(children_of(one)[0])
+            below = through_views(children_of(one)[0])
             if kind_of(below) in ("SubBackward0", "AddBackward0") and children_of(below)[:2].count(None) == 1:
                 return one
     return None
@@ -225,7 +223,7 @@ def _unclipped(graph: LossGraph, node: Node) -> tuple[Node, float | None]:
     low, high = number_of(node._saved_min), number_of(node._saved_max)
     if low is None or high is None or not low < 1 < high or (low < 0 and abs(low + high - 2) > SAME_LINE * high):
         return node, None  # a range of more than 1 around it is a clip, too, which does nothing
-    return graph.through_views(children_of(node)[0]), max(high - 1, 1 - low)
+    return through_views(children_of(node)[0]), max(high - 1, 1 - low)
 
 
 def _log_probs(graph: LossGraph, ratio: Node) -> tuple[Tensor | None, bool]:
@@ -238,13 +236,13 @@ def _log_probs(graph: LossGraph, ratio: Node) -> tuple[Tensor | None, bool]:
         node = _summand(graph, ratio)
         number = None if node is ratio else graph.value(node)
         return (None if number is None else number.reshape(-1)), False
-    below = graph.through_views(children_of(ratio)[0])
+    below = through_views(children_of(ratio)[0])
     if kind_of(below) not in ("SubBackward0", "AddBackward0"):
         return None, False
     first, second = children_of(below)[:2]
     if kind_of(below) == "AddBackward0" and None not in (first, second):
         return None, False
-    node, is_negative = graph.without_sign(second if first is None else first)
+    node, is_negative = without_sign(second if first is None else first)
     number, has_two = graph.value(node), None not in (first, second)
     if _is_negative_likelihood(graph, node):
         number, is_negative = None if number is None else -number, not is_negative
@@ -255,14 +253,14 @@ def _log_probs(graph: LossGraph, ratio: Node) -> tuple[Tensor | None, bool]:
 def _is_negative_likelihood(graph: LossGraph, node: Node) -> bool:
     """Return True for a cross-entropy of the chosen actions, perhaps summed over several choices: a negative log-probability."""
     while kind_of(node) in SUMS:
-        node = graph.through_views(next(child for child in children_of(node) if child is not None))
+        node = through_views(next(child for child in children_of(node) if child is not None))
     return kind_of(node) in NEGATIVE_LIKELIHOODS
 
 
 def _summand(graph: LossGraph, node: Node) -> Node:
     """Return what numbers without a graph are added to, or subtracted from; the node itself without any."""
     while kind_of(node) in ("SubBackward0", "AddBackward0") and children_of(node)[:2].count(None) == 1:
-        node = graph.through_views(next(child for child in children_of(node) if child is not None))
+        node = through_views(next(child for child in children_of(node) if child is not None))
     return node
 
 
@@ -353,11 +351,11 @@ def gaussian_of(graph: LossGraph, node: Node) -> tuple[HeadColumns, Tensor | Non
     below = nodes_below(node)
     log_std: Tensor | None = None
     for one in below:
-        leaf = getattr(graph.through_views(children_of(one)[0]), "variable", None) if kind_of(one) == "ExpBackward0" else None
+        leaf = getattr(through_views(children_of(one)[0]), "variable", None) if kind_of(one) == "ExpBackward0" else None
         log_std = leaf if leaf is not None and leaf.dim() <= 2 and log_std is None else log_std
     squares = (one for one in below if kind_of(one) == "PowBackward0" and one._saved_exponent == 2)
     for square in squares:
-        difference = graph.through_views(children_of(square)[0])
+        difference = through_views(children_of(square)[0])
         parts = children_of(difference) if kind_of(difference) == "SubBackward0" else []
         own = [place for place, part in enumerate(parts) if part is not None]
         means = graph.value(parts[own[0]]) if len(own) == 1 else None

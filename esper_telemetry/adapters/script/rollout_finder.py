@@ -16,35 +16,31 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from esper_telemetry.adapters.columns import head_actions, head_names, next_values
+from esper_telemetry.adapters.columns import next_values
+from esper_telemetry.adapters.script.autograd_graph import SAME_LINE, line_error
 from esper_telemetry.adapters.script.loss_reading import LossReading
 from esper_telemetry.adapters.script.observed_steps import ObservedSteps
-from esper_telemetry.adapters.script.row_finder import (
+from esper_telemetry.adapters.script.script_rollouts import (
     COLUMNS,
+    LOG_PROB_FORMS,
     MIN_DISTINCT,
     MIN_SHARE,
-    SAME_LINE,
+    NAMES,
     SAME_NUMBER,
+    Layout,
+    RecordedRollout,
     RowFinder,
+    ScriptRollout,
+    entries_of,
     in_size_order,
+    is_in_longer_array,
     is_less_a_number,
     is_same,
-    line_error,
     shares_held,
     summands,
     varies,
 )
-from esper_telemetry.adapters.script.script_rollouts import (
-    LOG_PROB_FORMS,
-    NAMES,
-    Layout,
-    RecordedRollout,
-    ScriptRollout,
-    entries_of,
-    is_in_longer_array,
-)
 from esper_telemetry.adapters.script.variables import Variables, stacked
-from esper_telemetry.core.event_parts import RolloutActions
 
 MAX_ARRAYS = 128
 """Arrays of a rollout's size that are compared."""
@@ -502,32 +498,6 @@ class RolloutFinder:
 
     # the whole
 
-    def acted(self, actions: Tensor | None, observations: Tensor | None) -> RolloutActions | None:
-        """Return actions [T, B, D] with their distributions and the environments' results; None without log-probabilities."""
-        log_probs, ended, heads, observed = self.log_probs, self.ended, self._recorded.heads, self._recorded.steps
-        if log_probs is None or ended is None:
-            return None
-        count, by_head = len(heads.logits) + len(heads.means), dict[str, Tensor]()
-        if actions is not None and (count < 2 or actions.shape[-1] >= count):
-            # without distributions in acting, a single distribution in training is of the same head
-            names = head_names(max(1, count))
-            whole = not actions.is_floating_point() or bool((actions == actions.round()).all())
-            by_head = head_actions(actions, names, heads.means if count or whole else names, log_probs.shape)
-        bounds = transitions = None
-        if observed is not None:
-            bounds = observed.bounds(actions) if count == 1 and actions is not None else None
-            transitions = None if observations is None else observed.transitions(observations, actions)
-        return RolloutActions(
-            log_probs=log_probs.clone(),
-            actions=by_head,
-            ended=ended,
-            rewards=None if self.rewards is None else self.rewards.clone(),
-            bounds={} if bounds is None else {name: bounds.to(by_head[name]) for name in by_head if name in heads.means},
-            observations=observations,
-            transitions=transitions,
-            **{name: column for name, column in heads._asdict().items() if name != "action_masks"},
-        )
-
     def rollout(self, gamma: float | None = None) -> ScriptRollout | None:
         """Return all parts; None if one is missing.
 
@@ -571,13 +541,10 @@ class RolloutFinder:
         if limits is not None and final is not None:
             after = torch.where(limits, final.to(values), after)
         bootstraps = limits is not None and final is not None and bool(limits.any())
+        columns = (rewards, values, advantages, returns, log_probs)
+        rewards, values, advantages, returns, log_probs = (column.clone() for column in columns)
         return ScriptRollout(
-            rewards=rewards.clone(),
-            values=values.clone(),
-            advantages=advantages.clone(),
-            returns=returns.clone(),
-            log_probs=log_probs.clone(),
-            ended=ended,
+            *(rewards, values, advantages, returns, log_probs, ended),
             terminated=ended & ~limits if limits is not None and bootstraps else ended,
             next_values=after,
             last_values=last.clone().reshape(1, self.envs),

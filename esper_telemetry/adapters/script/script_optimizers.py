@@ -114,13 +114,10 @@ class ScriptOptimizers:
         """Number of steps that its parameters have taken."""
         return max(self._steps_of[id(one)] for one in parameters_of(optimizer))
 
-    def after_step(self, optimizer: Optimizer, calls: list[ClipCall], passes: int) -> None:
-        """Record a traced step: its clip calls, and the number of passes, which are not counted by optimizer before the first step."""
+    def after_step(self, optimizer: Optimizer, calls: list[ClipCall], passes: int, step: int) -> None:
+        """Record a traced step, its clip calls, and the number of passes, which are not counted by optimizer before the first step."""
         self.clips[optimizer] = calls
         self._last_passes[optimizer] = self._pass_counts.pop(optimizer, max(1, passes))
-
-    def add_early(self, optimizer: Optimizer, step: int) -> None:
-        """Record which parameters the early steps of an update change."""
         if step in (1, 2):
             self._early[step - 1] = set(map(id, parameters_of(optimizer)))
 

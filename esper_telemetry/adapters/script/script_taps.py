@@ -179,6 +179,18 @@ class Taps:
 
         return wrapping(observed)
 
+    def _asked(self, record: Callable[..., object], method: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
+        """Record a distribution's results for the script, but not for another distribution that contains it."""
+        if self._asking or not self.traces or _compiling():
+            return method(*args, **options)
+        self._asking = True
+        try:
+            result = method(*args, **options)
+        finally:
+            self._asking = False
+        self._call_briefly(lambda script: record(script, result, *args, **options), record)
+        return result
+
     def _tap_torch(self, torch: Any) -> None:
         from torch.optim import optimizer
 
@@ -227,8 +239,8 @@ class Taps:
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
             for name in ("clip_grad_norm_", "clip_grad_value_"):
                 self._patches.replace(owner, name, wrapping(functools.partial(self._clip, by_norm="norm" in name)))
-        self._patches.replace(torch.Tensor, "backward", self._backward)
-        self._patches.replace(torch.autograd, "grad", self._backward)
+        self._patches.replace(torch.Tensor, "backward", wrapping(self._backward))
+        self._patches.replace(torch.autograd, "grad", wrapping(self._backward))
         self._patches.replace(torch.Tensor, "__getitem__", self._indexed)
         if not clear_item_slots(torch.Tensor):
             self._patches.undo_last()
@@ -237,11 +249,11 @@ class Taps:
         for kind in (torch.distributions.Distribution, *subclasses(torch.distributions.Distribution)):
             for record in (log_prob, entropy, sample):
                 if record.__name__ in vars(kind):
-                    self._patches.replace(kind, record.__name__, functools.partial(self._asked, record=record))
+                    self._patches.replace(kind, record.__name__, wrapping(functools.partial(self._asked, record)))
         for owner in (torch, torch.Tensor):
             for name in ("multinomial", "bernoulli"):
-                self._patches.replace(owner, name, functools.partial(self._asked, record=drawn))
-            self._patches.replace(owner, "argmax", functools.partial(self._asked, record=largest))
+                self._patches.replace(owner, name, wrapping(functools.partial(self._asked, drawn)))
+            self._patches.replace(owner, "argmax", wrapping(functools.partial(self._asked, largest)))
         for kind in (torch.nn.Linear, torch.nn.Conv2d):
             self._patches.replace(kind, "forward", self._layer)
         for kind in (torch.nn.LSTM, torch.nn.RNNCellBase):
@@ -259,27 +271,22 @@ class Taps:
         self.call(lambda script: script.before_clip(listed, max_norm))
         return clip(again, *args, **options)
 
-    def _backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+    def _backward(self, backward: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
         """With a default device torch calls the method again for the same pass. `autograd.grad` counts if it ends in leaves."""
-
-        @functools.wraps(backward)
-        def passed(*args: Any, **options: Any) -> Any:
-            loss = _loss_of(*args, **options)
-            if self._passing or self._calling or self.script is None or loss is None or _compiling():
-                return backward(*args, **options)
-            if self._search is not None:
-                self._search.before_backward()
-            self.call(lambda script: script.before_backward(loss, taken=backward.__name__ == "grad"))
-            self._passing = True
-            try:
-                result = backward(*args, **options)
-            finally:
-                self._passing = False
-            if result is None:  # `autograd.grad` returns gradients that the parameters do not have yet
-                self.call(lambda script: script.after_backward())
-            return result
-
-        return passed
+        loss = _loss_of(*args, **options)
+        if self._passing or self._calling or self.script is None or loss is None or _compiling():
+            return backward(*args, **options)
+        if self._search is not None:
+            self._search.before_backward()
+        self.call(lambda script: script.before_backward(loss, taken=backward.__name__ == "grad"))
+        self._passing = True
+        try:
+            result = backward(*args, **options)
+        finally:
+            self._passing = False
+        if result is None:  # `autograd.grad` returns gradients that the parameters do not have yet
+            self.call(lambda script: script.after_backward())
+        return result
 
     def _indexed(self, take: Callable[..., Any]) -> Callable[..., Any]:
         """Record by which rows a script indexes what it has stored: the last argument, perhaps after an axis."""
@@ -293,23 +300,6 @@ class Taps:
             return take(source, *args, **options)
 
         return taken
-
-    def _asked(self, method: Callable[..., Any], record: Callable[..., object]) -> Callable[..., Any]:
-        """Record a distribution's results for the script, but not for another distribution that contains it."""
-
-        @functools.wraps(method)
-        def tapped(*args: Any, **options: Any) -> Any:
-            if self._asking or not self.traces or _compiling():
-                return method(*args, **options)
-            self._asking = True
-            try:
-                result = method(*args, **options)
-            finally:
-                self._asking = False
-            self._call_briefly(lambda script: record(script, result, *args, **options), record)
-            return result
-
-        return tapped
 
     def _layer(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def called(script: ScriptListener, layer: Any, inputs: Any, output: Any) -> None:
@@ -361,7 +351,7 @@ class Taps:
             self._patches.replace(base, "__init_subclass__", functools.partial(self._subclass, base))
 
     def _tap_environment(self, kind: type) -> None:
-        for name, wrap in (("step", self._step), ("reset", self._reset)):
+        for name, wrap in (("step", self._step), ("reset", wrapping(self._reset))):
             if name in vars(kind):
                 self._patches.replace(kind, name, wrap)
 
@@ -373,32 +363,27 @@ class Taps:
         for kind in subclasses(object) if self._searches else ():
             if _may_be_environment(kind):
                 with suppress(AttributeError, TypeError):  # classes may refuse to be changed
-                    self._patches.replace(kind, "step", self._foreign_step)
-                    self._patches.replace(kind, "reset", self._reset)
+                    self._patches.replace(kind, "step", wrapping(self._foreign_step))
+                    self._patches.replace(kind, "reset", wrapping(self._reset))
 
-    def _foreign_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def _foreign_step(self, step: Callable[..., Any], env: Any, /, *args: Any, **options: Any) -> Any:
         """Record the steps of an environment of another class, unless the steps of an inner environment are recorded."""
-
-        @functools.wraps(step)
-        def stepped(env: Any, *args: Any, **options: Any) -> Any:
-            script = self.script
-            if script is None or script.environments.busy:
-                return step(env, *args, **options)
-            self.end_update(env)
-            log = script.environments
-            outer, log.stepped = log.stepped, env
-            before, recorded, began = log.steps, log.recorded, time.perf_counter()
-            try:
-                result = step(env, *args, **options)
-            finally:
-                log.stepped = outer
-            if log.steps == before:
-                self.after_step(env, result, _action(*args, **options), began, foreign=True)
-            elif log.recorded == recorded + 1:  # of an environment in this one, which is a wrapper
-                self._call_briefly(lambda script: script.environments.show(result))
-            return result
-
-        return stepped
+        script = self.script
+        if script is None or script.environments.busy:
+            return step(env, *args, **options)
+        self.end_update(env)
+        log = script.environments
+        outer, log.stepped = log.stepped, env
+        before, recorded, began = log.steps, log.recorded, time.perf_counter()
+        try:
+            result = step(env, *args, **options)
+        finally:
+            log.stepped = outer
+        if log.steps == before:
+            self.after_step(env, result, _action(*args, **options), began, foreign=True)
+        elif log.recorded == recorded + 1:  # of an environment in this one, which is a wrapper
+            self._call_briefly(lambda script: script.environments.show(result))
+        return result
 
     def after_step(self, env: Any, result: Any, action: Any, began: float, *, foreign: bool = False) -> None:
         """Record a step that began then, if its result is one of an environment."""
@@ -447,27 +432,22 @@ class Taps:
         if self.script is not None and self.script.open:
             self.call(lambda script: script.before_env_step() if env is None or script.environments.includes(env) else None)
 
-    def _reset(self, reset: Callable[..., Any]) -> Callable[..., Any]:
+    def _reset(self, reset: Callable[..., Any], env: Any, /, *args: Any, **options: Any) -> Any:
         """Record resets by the script. Steps that an environment takes to reset itself are not the script's."""
-
-        @functools.wraps(reset)
-        def was_reset(env: Any, *args: Any, **options: Any) -> Any:
-            script = self.script
-            if script is None or script.environments.inside or script.environments.stepped is env:
-                return reset(env, *args, **options)
-            log = script.environments
-            (before, log.resetting), resets = (log.resetting, True), log.resets
-            try:
-                result = reset(env, *args, **options)
-            finally:
-                log.resetting = before
-            if log.resets == resets:
-                self._call_briefly(lambda script: script.environments.reset(env, result))
-            else:  # an environment in this one
-                self._call_briefly(lambda script: script.environments.show(result, reset=True), "reset")
-            return result
-
-        return was_reset
+        script = self.script
+        if script is None or script.environments.inside or script.environments.stepped is env:
+            return reset(env, *args, **options)
+        log = script.environments
+        (before, log.resetting), resets = (log.resetting, True), log.resets
+        try:
+            result = reset(env, *args, **options)
+        finally:
+            log.resetting = before
+        if log.resets == resets:
+            self._call_briefly(lambda script: script.environments.reset(env, result))
+        else:  # an environment in this one
+            self._call_briefly(lambda script: script.environments.show(result, reset=True), "reset")
+        return result
 
     def _tap_connections(self, module: Any) -> None:
         """Tap the pipes to environments in other processes: an answer with a reward and flags is the result of `step`."""
@@ -490,7 +470,7 @@ class Taps:
 
     def _after_answer(self, connection: Any, message: Any, answer: Any) -> None:
         """Record the answer to a message if it is the result of `step`."""
-        from esper_telemetry.adapters.script.step_results import step_parts
+        from esper_telemetry.adapters.script.observed_steps import step_parts
 
         nested = isinstance(answer, tuple) and len(answer) > 0 and isinstance(answer[0], tuple)
         result = answer[0] if nested else answer

@@ -10,8 +10,8 @@ from typing import Any, Final
 import torch
 from torch.optim.lr_scheduler import LinearLR
 
+from esper_telemetry.adapters.script.autograd_graph import SAME_LINE
 from esper_telemetry.adapters.script.loss_reading import LossReading
-from esper_telemetry.adapters.script.row_finder import SAME_LINE
 from esper_telemetry.adapters.script.script_rollouts import ScriptRollout
 from esper_telemetry.adapters.script.variables import SETTINGS, Aliases, Variables, as_flag, as_number, plain_name, settings_of
 from esper_telemetry.core.rate_schedule import SCHEDULE_FACT, RateSchedule

@@ -10,7 +10,7 @@ import dataclasses
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
@@ -214,8 +214,9 @@ def members_of(value: object) -> dict[str, Any]:
         return {key: entry for key, entry in list(value.items()) if isinstance(key, str)}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return dict(value._asdict())
-    if isinstance(value, tuple | list) and _are_columns(value):
-        return {f"array_{place}": one for place, one in enumerate(value)}
+    parts = value if isinstance(value, tuple | list) and 1 < len(value) <= MAX_ARRAYS else ()
+    if parts and all(isinstance(one, Tensor | np.ndarray) and one.ndim for one in parts):
+        return {f"array_{place}": one for place, one in enumerate(parts)}
     if isinstance(value, list | deque) and len(value) > 1:
         return _columns(list(value))
     if isinstance(value, tuple) or (callable(value) and not hasattr(value, "__dict__")):
@@ -229,10 +230,6 @@ def members_of(value: object) -> dict[str, Any]:
         return {one.name: getattr(value, one.name) for one in dataclasses.fields(value) if hasattr(value, one.name)}
     own = getattr(value, "__dict__", None)
     return dict(own) if isinstance(own, dict) and len(own) <= MAX_MEMBERS else {}
-
-
-def _are_columns(parts: Sequence[Any]) -> bool:
-    return 1 < len(parts) <= MAX_ARRAYS and all(isinstance(one, Tensor | np.ndarray) and one.ndim for one in parts)
 
 
 def _columns(rows: list[Any]) -> dict[str, Any]:
