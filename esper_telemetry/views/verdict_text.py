@@ -122,8 +122,9 @@ def _remarks(remarks: Iterable[Mapping[str, Any]]) -> Iterator[Element]:
 
 
 def checks(diagnosis: Diagnosis) -> str:
-    """Return the sentence on how many checks passed."""
-    return capitalized(diagnosis.summary.rpartition("; ")[2])
+    """Return the sentence on how many checks passed, after the outcome of a run until it failed or was killed."""
+    before, passed = diagnosis.outcome.before, diagnosis.summary.rpartition("; ")[2]
+    return f"Until then {before}; {passed}" if before else capitalized(passed)
 
 
 def findings(diagnosis: Diagnosis, untraced: Mapping[str, Sequence[str]] = {}) -> Iterator[Element]:

@@ -428,6 +428,7 @@ def test_a_failure_stands_until_a_record_follows() -> None:
 
     assert failed is not None and failed.kind is OutcomeKind.FAILED
     assert failed.text == "failed: The run failed at update 21: KeyError: 'joint 7'"
+    assert failed.before.startswith("learning: return ")
     assert resumed is not None and resumed.kind is OutcomeKind.LEARNING
 
 

@@ -131,6 +131,7 @@ def test_a_run_without_records_and_one_that_was_killed_are_shown(tmp_path: Path)
     assert empty.progress(now=1e9 + 3600).staleness == "bad"
     assert (killed.outcome.kind, killed.progress().staleness) == ("failed", "ended")
     assert killed.ending.startswith("The run was killed after update 1")
+    assert killed.outcome.before == ""  # a single update cannot tell
     assert killed.chart("policy/kl") is not None
 
 

@@ -153,8 +153,8 @@ def _is_negated(graph: LossGraph, node: Node, factor: Tensor, gradient: Tensor, 
             return sign
     for sign in (False, True):  # perhaps of the rows of a larger array
         own = (-factor if sign else factor).detach().reshape(-1)
-        larger = (one for one in columns if one.numel() > len(own) and one.dtype is own.dtype)
-        if any(bool(torch.isin(own, one).all()) for one in larger):
+        larger = (one for one in columns if one.numel() > len(own) and one.dtype is own.dtype and bool((one == own[0]).any()))
+        if any(bool(torch.isin(own, one).all()) for one in larger):  # which sorts
             return sign
         if any(one.numel() == len(own) and line_error(one.detach(), own) <= SAME_LINE for one in columns):
             return sign  # the advantages before they are normalised

@@ -384,8 +384,9 @@ class ReturnLog:
         for match in islice(REPORTED_RETURN.finditer(text), MAX_REPORTED):
             self.add(match["label"], float(match["number"]))
 
-    def add(self, label: str, number: float) -> None:
+    def add(self, label: str, value: Any) -> None:
         """Record a number whose name shows that it is a return."""
+        number = plain_number(value)
         if math.isfinite(number) and len(self._reported.setdefault(label.lower(), [])) < MAX_RECENT_RETURNS:
             self._reported[label.lower()].append(number)
 
@@ -419,7 +420,7 @@ class ScalarLog:
         if not isinstance(tag, str) or (tag not in self.tags and len(self.tags) >= MAX_TAGS):
             return
         self.tags.add(tag)
-        number = float(value.item() if hasattr(value, "item") else value)  # an array with one entry too
+        number = plain_number(value)
         if math.isfinite(number):
             total, count = self._sums.get(tag, (0.0, 0))
             self._sums[tag] = (total + number, count + 1)
@@ -430,3 +431,8 @@ class ScalarLog:
         return {
             "/".join(["script", *(segment(part) for part in tag.split("/") if part)]): total / count for tag, (total, count) in sums.items()
         }
+
+
+def plain_number(value: Any) -> float:
+    """Return a number, perhaps of an array or a tensor with one entry."""
+    return float(value.item() if hasattr(value, "item") else value)

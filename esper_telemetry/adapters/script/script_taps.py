@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("esper_telemetry")
 
-RETURN_WORD = re.compile("episod.*(return|reward)|return|score", re.IGNORECASE)
+RETURN_WORD = re.compile("episod.*(return|reward)|return(?!s)|score", re.IGNORECASE)  # `returns` are targets
 """Part of the tag of a scalar with the return of episodes."""
 
 TIMED_EVERY = 17
@@ -505,7 +505,7 @@ class Taps:
             script.scalars.add(tag, scalar_value)
             label = RETURN_WORD.search(tag) if isinstance(tag, str) else None
             if label is not None and isinstance(scalar_value, SupportsFloat):
-                script.returns.add(label[0], float(scalar_value))
+                script.returns.add(label[0], scalar_value)
 
         self._patches.replace(module.SummaryWriter, "add_scalar", self._observed(record))
 

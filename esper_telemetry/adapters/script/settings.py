@@ -33,7 +33,7 @@ FACTS: Mapping[str, Aliases] = {
     "learning_rate": ("learning_rate", "lr"),
     "value_coef": ("vf_coef", "value_coef", "critic_coef", "value_loss_coef", "value_weight", "c_v", "c1"),
     "entropy_coef": ("ent_coef", "entropy_coef", "entropy_weight", "c_e", "c2", "entropy_beta"),
-    "total_steps": ("total_timesteps", "total_steps", "max_steps"),
+    "total_steps": ("total_timesteps", "total_steps"),
     "target_kl": ("target_kl",),
     "mean_noise": ("rpo_alpha",),  # of the policy's means, only in training, https://arxiv.org/abs/2212.07536
     "env": ("env_id", "env_name", "env"),

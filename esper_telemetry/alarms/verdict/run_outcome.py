@@ -137,6 +137,7 @@ class Outcome:
         best: highest value of this mean after 20 episodes.
         since: first update with a stable level, a return above the threshold, or non-finite numbers; None for other kinds.
         threshold: reward threshold of the environment, if known.
+        before: text of the outcome before the run failed or was killed, if it could be told.
     """
 
     kind: OutcomeKind = OutcomeKind.TOO_SHORT
@@ -149,6 +150,7 @@ class Outcome:
     best: float | None = None
     since: int | None = None
     threshold: float | None = None
+    before: str = ""
 
     @property
     def began_above(self) -> bool:
@@ -393,7 +395,8 @@ class OutcomeJudge:
         outcome = self._by_course()
         since = self._nonfinite_since
         if self._ending:
-            return replace(outcome, kind=OutcomeKind.FAILED, text=f"failed: {self._ending.rstrip('.')}")
+            before = "" if outcome.kind is OutcomeKind.TOO_SHORT else outcome.text
+            return replace(outcome, kind=OutcomeKind.FAILED, text=f"failed: {self._ending.rstrip('.')}", before=before)
         if self._nonfinite >= FAILED_RECORDS and outcome.kind not in GOOD:
             text = f"failed: numbers have been NaN or infinite since update {since:,}"
             return replace(outcome, kind=OutcomeKind.FAILED, text=text, since=since)
