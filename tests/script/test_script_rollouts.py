@@ -172,14 +172,16 @@ def reading_of(log_probs: Tensor, advantages: Tensor, values: Tensor | None = No
     return read(loss if values is None else loss + (new - (advantages + values)).square().mean(), now, new)
 
 
-def test_returns_less_the_mean_value_are_not_taken_for_normalised_returns() -> None:
-    """Returns [N] less values [N, 1] are a matrix, whose mean over the rows multiplies the ratios."""
+@pytest.mark.parametrize("apart", [False, True])
+def test_returns_less_the_mean_value_are_not_taken_for_normalised_returns(apart: bool) -> None:
+    """Returns [N] less values [N, 1] are a matrix, whose mean over the rows multiplies the ratios; the critic may have a later loss."""
     targets, critic, log_probs = draws(3)
     now, new = node(log_probs), node(critic.unsqueeze(1))
     matrix = targets - new
-    loss = matrix.square().mean() - ((now - log_probs).exp() * matrix.detach()).mean()
+    loss = -((now - log_probs).exp() * matrix.detach()).mean()
+    loss = loss if apart else loss + matrix.square().mean()
 
-    rollout = rollout_of({"q": targets, "v": critic, "p": log_probs}, read(loss, now, new))
+    rollout = rollout_of({"returns": targets, "values": critic, "p": log_probs}, read(loss, now, new))
 
     torch.testing.assert_close(rollout.advantages.flatten(), targets - critic.mean())
     torch.testing.assert_close(rollout.returns.flatten(), targets)

@@ -304,6 +304,8 @@ class RolloutFinder:
             if taken is not None and own is not None and len(taken) == own.numel() and int(taken.max()) < size:
                 grids = [grid for grid in self._free() if line_error(grid.reshape(-1)[taken], own) <= SAME_LINE]
                 targets = self._shown.get("returns")
+                uncentred = abs(float(own.mean())) > SAME_LINE * float(own.abs().amax())
+                targets = grids[0].reshape(-1)[taken] if grids and targets is None and uncentred else targets
                 if grids and targets is not None and is_less_a_number(own, targets):  # their baseline is one number
                     whole = torch.empty_like(own.reshape(-1)).index_copy(0, taken.to(own.device), own.reshape(-1))
                     columns |= {"advantages": whole.reshape(self.steps, self.envs)} if own.numel() == size else {}
