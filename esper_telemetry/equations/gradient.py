@@ -98,6 +98,10 @@ OTHER_POLICY_LOSSES = (
 """Mistakes in the policy loss that are compared only in its gradient."""
 
 OTHER_VALUE_LOSSES = (
+    mistake("targets_attached", "a value loss whose gradient also moves its targets")
+    .predicts("L_value = ½ mean (V - R)², with ∇R")
+    .advises("Detach the targets, or compute them without gradients")
+    .cites("https://github.com/GeminiLight/pytorch-rl-minimal-implementations, ppo.py"),
     mistake("value_unclipped", "a value loss without clipping although the setting is on")
     .predicts("L_value = ½ mean (V - R)²", lambda x: clipped_at(x, None))
     .given(needs="clip")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from tapping import new_listener, observed
 from test_script_runs import CATEGORICAL, python, run_of
 from torch import Tensor, nn
 from torch.distributions import Categorical, Independent, Normal
+from torch.nn import functional
 
 from esper_telemetry import read_run
 from esper_telemetry.adapters.script.autograd_graph import graph_of, leaves_in
@@ -139,7 +141,7 @@ for update in range(3):
 @pytest.mark.parametrize("coefficient", [0.0, 0.01])
 def test_rows_and_entropies_of_a_script_that_counts_no_passes(coefficient: float, tmp_path: Path) -> None:
     """Without log-probabilities in acting, actions are still known. A bonus of 0 leaves out only its own equation."""
-    values = run_of(tmp_path, REPLACED_ROWS.replace("ENTROPY_COEF", str(coefficient))).records[-1].values
+    values = run_of(tmp_path, REPLACED_ROWS.replace("ENTROPY_COEF", str(coefficient))).records[0].values
 
     assert EQUATION_KEY + "minibatches_with_replacement" in values
     assert (EQUATION_KEY + "entropy_loss_sample" in values) == bool(coefficient)
@@ -290,6 +292,34 @@ def test_the_terms_of_a2c_are_known_where_it_keeps_the_graphs_of_its_steps(gauss
     total = terms["advantages_attached" if attached else "policy"] + terms["value"] + 0.01 * terms["entropy"]
     torch.testing.assert_close(total, a2c.backward(), atol=1e-7, rtol=1e-5)
     assert not attached or not torch.allclose(terms["advantages_attached"], terms["policy"], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        lambda estimates, targets: functional.mse_loss(targets, estimates),
+        lambda estimates, targets: functional.mse_loss(estimates, targets),
+        lambda estimates, targets: (targets - estimates).square().mean(),
+        lambda estimates, targets: (estimates - targets).pow(2).mean(),
+    ],
+)
+def test_targets_that_are_not_detached_are_seen_in_the_gradient(error: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """One-step targets r + gamma V(s'), of the same estimates."""
+    critic, rewards = nn.Linear(3, 1), torch.randn(8)
+    estimates = critic(torch.randn(9, 3)).squeeze(-1)
+    targets = rewards + 0.9 * estimates[1:]
+    loss = error(estimates[:-1], targets)
+
+    reading = read_loss(loss, held=[estimates, targets], values=[estimates])
+    assert reading is not None and reading.value is not None and reading.value.values is not None and reading.value.returns is not None
+    terms = loss_terms(loss, reading, Variables([{"critic": critic}]), [*critic.parameters()])
+
+    torch.testing.assert_close(reading.value.values, estimates[:-1].detach())
+    torch.testing.assert_close(reading.value.returns, targets.detach())
+    gradients = torch.autograd.grad(loss, [*critic.parameters()])
+    assert terms is not None and {*terms.gradients} == {"value", "targets_attached"}
+    total = terms.coefficients["value"] * terms.gradients["targets_attached"]
+    torch.testing.assert_close(total, torch.cat([one.flatten() for one in gradients]).double(), atol=1e-7, rtol=1e-5)
 
 
 def test_estimates_that_no_loss_depends_on_are_known_step_by_step() -> None:

@@ -351,6 +351,26 @@ def test_a_script_that_is_none_of_ours(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+WORKERS = """
+import multiprocessing, time, torch
+def work():
+    while time.process_time() < 1.5:
+        pass
+if __name__ == "__main__":
+    worker = multiprocessing.Process(target=work)
+    worker.start()
+    worker.join()
+"""
+
+
+def test_a_script_whose_child_processes_work_is_told_that_they_are_not_seen(tmp_path: Path) -> None:
+    (tmp_path / "workers.py").write_text(WORKERS)
+
+    (line,) = telemetry_lines(with_telemetry(tmp_path, str(tmp_path / "workers.py")))
+
+    assert "found nothing to measure" in line and "optimizer steps in them are not seen" in line
+
+
 ONLINE = """
 import gymnasium, torch
 from torch.distributions import Categorical

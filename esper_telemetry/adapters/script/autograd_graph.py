@@ -241,6 +241,12 @@ def _loss(function: Callable[..., Tensor], *options: str) -> Callable[[Node, Ope
     return computed
 
 
+def _sliced(node: Node, whole: Tensor) -> Tensor:
+    axis, bounds = axis_of(node._saved_dim), (node._saved_start, node._saved_end, node._saved_step)
+    rows = slice(*[None if bound is None else axis_of(bound) for bound in bounds])
+    return whole.movedim(axis, 0)[rows].movedim(0, axis)
+
+
 NEGATIVE_LIKELIHOODS: dict[str, Callable[[Node, Operands], Tensor]] = {
     **dict.fromkeys(("NllLossBackward0", "NllLoss2DBackward0"), _loss(functional.nll_loss, "weight", "ignore_index")),
     "BinaryCrossEntropyBackward0": _loss(functional.binary_cross_entropy, "weight"),
@@ -262,6 +268,7 @@ FORWARD: dict[str, Callable[[Node, Operands], Tensor]] = {
     "AbsBackward0": lambda _, operand: operand(0).abs(),
     "SumBackward1": lambda node, operand: operand(0).sum([*map(axis_of, node._saved_dim)], node._saved_keepdim),
     "SelectBackward0": lambda node, operand: operand(0).select(axis_of(node._saved_dim), axis_of(node._saved_index)),
+    "SliceBackward0": lambda node, operand: _sliced(node, operand(0)),
     "IndexBackward0": lambda node, operand: operand(0)[tuple(slice(None) if index is None else index for index in node._saved_indices)],
     "WhereBackward0": lambda node, operand: torch.where(node._saved_condition, operand(0), operand(1)),
     "MulBackward0": lambda _, operand: operand(0) * operand(1),

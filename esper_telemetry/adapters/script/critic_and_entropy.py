@@ -31,6 +31,10 @@ from esper_telemetry.adapters.script.autograd_graph import (
 from esper_telemetry.adapters.script.loss_reading import EntropyTerm, ValueTerm
 from esper_telemetry.equations.entropy_loss import GAUSSIAN_ENTROPY
 
+LAYERS = {"AddmmBackward0", "AddmvBackward0"}
+ROW_CHOICES = {"SliceBackward0", "SelectBackward0", "IndexBackward0"}
+"""Operations that compute a layer's outputs, and that take some of them."""
+
 LARGE_BONUS = 0.1
 """Weight of a mean entropy above which a sum is taken for a mistake: published ones are at most 0.01."""
 
@@ -62,22 +66,21 @@ def error_of(graph: LossGraph, node: Node) -> ValueTerm | None:
         returns = plain.returns if plain.returns is not None else clipped.returns
         return plain._replace(values=values, returns=returns, old_values=clipped.old_values, clip=clipped.clip)
     if kind in ERRORS:
-        place = 0 if children[0] is not None else 1
+        place, attached = _estimates_of(node)
         values, targets = map(_without_broadcast, (node._saved_self, node._saved_target)[:: 1 if place == 0 else -1])
-        return _clipped_error(graph, children[place], values, targets, ERRORS[kind])
+        return _clipped_error(graph, children[place or 0], values, targets, ERRORS[kind])._replace(attached=attached)
     square = kind == "PowBackward0" and node._saved_exponent == 2
     product = kind == "MulBackward0" and children[0] is not None and _same_difference(graph, *children)
     if not (square or product or kind == "AbsBackward0"):
         return None
     subtraction = through_views(children[0])
-    parts = children_of(subtraction) if kind_of(subtraction) == "SubBackward0" else []
-    own = [place for place, part in enumerate(parts) if part is not None]
-    if len(own) != 1:
+    place, attached = _estimates_of(subtraction) if kind_of(subtraction) == "SubBackward0" else (None, None)
+    if place is None:
         return None
-    number = node._saved_self.detach()
-    difference = number if own[0] == 0 else -number
-    values = graph.value(parts[own[0]])
-    near = _near(graph, parts[own[0]]) if values is None else None
+    number, part = node._saved_self.detach(), children_of(subtraction)[place]
+    difference = number if place == 0 else -number
+    values = graph.value(part)
+    near = _near(graph, part) if values is None else None
     returns = None
     if near is not None and near.numel() == number.numel():
         returns = near.reshape(number.shape) - difference
@@ -89,7 +92,28 @@ def error_of(graph: LossGraph, node: Node) -> ValueTerm | None:
         returns = values.reshape(-1)[0] - difference.select(rows, 0)
     else:
         values = None
-    return _clipped_error(graph, parts[own[0]], values, returns, "squared" if kind != "AbsBackward0" else "absolute")
+    error = _clipped_error(graph, part, values, returns, "squared" if kind != "AbsBackward0" else "absolute")
+    return error._replace(attached=attached)
+
+
+def _estimates_of(difference: Node) -> tuple[int | None, GradientEdge | None]:
+    """Return which of two operands the critic's estimates are, and the edge of the targets if they have a graph, too.
+
+    Then the estimates are the operand that is a layer's output, perhaps some of its rows; the place is None if both are, or neither is.
+    """
+    edges = difference.next_functions[:2]
+    attached = [place for place, (child, _) in enumerate(edges) if child is not None]
+    if len(attached) == 1:
+        return attached[0], None
+    outputs = [place for place in attached if kind_of(_through_rows(edges[place][0])) in LAYERS]
+    return (outputs[0], GradientEdge(*edges[1 - outputs[0]])) if len(outputs) == 1 else (None, None)
+
+
+def _through_rows(node: Node) -> Node:
+    """Return the first node that changes more than the shape and the choice of rows, at or below a node."""
+    while kind_of(node) in VIEWS | ROW_CHOICES:
+        node = children_of(node)[0]
+    return node
 
 
 def _near(graph: LossGraph, node: Node) -> Tensor | None:

@@ -81,6 +81,7 @@ class ValueTerm(NamedTuple):
         edge: edge of the graph at which gradients of the values continue.
         loss: 0-d, without a weight: half the mean squared error, or the mean of a Huber loss.
         weight: of the loss; 0 for a critic that the loss leaves out.
+        attached: edge at which gradients of the targets continue; None if, correctly, detached.
     """
 
     values: Tensor | None
@@ -91,6 +92,7 @@ class ValueTerm(NamedTuple):
     edge: GradientEdge
     loss: Tensor | None = None
     weight: float = 0.0
+    attached: GradientEdge | None = None
 
 
 class EntropyTerm(NamedTuple):

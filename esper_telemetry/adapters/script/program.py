@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from esper_telemetry.adapters.script.listener import ScriptListener
 
 PREFIX: Final = "esper-telemetry: "
+
+MIN_CHILD_SECONDS: Final = 1.0
+"""Processor time of child processes above which a script may have trained in them."""
 
 
 def compiled(script: str) -> CodeType:
@@ -76,7 +80,9 @@ def last_line(
         return f"{name}: telemetry stopped and the script continued: {type(error).__name__}: {error}"
     if run_dir is None:
         reason = "torch was not imported" if script is None else f"no optimizer step with a loss of a policy was seen{script.seen}"
-        return f"{name}: found nothing to measure: {reason}"
+        seconds = os.times().children_user + os.times().children_system
+        elsewhere = f"; its child processes have worked for {seconds:.0f} s: optimizer steps in them are not seen"
+        return f"{name}: found nothing to measure: {reason}{elsewhere if seconds >= MIN_CHILD_SECONDS else ''}"
     count = updates if updates is not None else script.updates if script else 0
     counted = 0 if script is None else script.traced_updates.counted
     only = f", {counted} of which were only counted to save time" if counted else ""

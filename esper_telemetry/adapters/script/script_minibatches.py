@@ -82,7 +82,7 @@ class ScriptMinibatch(NamedTuple):
 
 def without_graph(reading: LossReading) -> LossReading:
     """Return a reading without the edges, which keep its graph alive."""
-    edges = {"policy": ("edge", "attached"), "value": ("edge",), "entropy": ("edge",), "left_out": ("edge",)}
+    edges = {"policy": ("edge", "attached"), "value": ("edge", "attached"), "entropy": ("edge",), "left_out": ("edge",)}
     known = {name: (term, own) for name, own in edges.items() if (term := getattr(reading, name)) is not None}
     terms = {name: term._replace(**dict.fromkeys(own)) for name, (term, own) in known.items()}
     penalty = None if reading.penalty is None else reading.penalty._replace(edges=(), slopes=())
@@ -473,6 +473,10 @@ def _terms(
         known["kl_penalty"] = _gradient([*penalty.edges], parameters, [*penalty.slopes]) / penalty.weight
     own = None if policy is None else _of_advantages(loss, policy, rows, parameters)
     known |= {} if own is None else {"advantages_attached": known["policy"] + own}
+    if value is not None and value.attached is not None and is_squared:
+        moved = _through(loss, value.attached, value.returns, lambda leaf: TERMS["value"].of(rows(returns=leaf)), parameters)
+        leaked = 0.0 if own is None or not weights["value"] else own * weights["policy"] / weights["value"]  # advantages of the same graph
+        known |= {} if moved is None else {"targets_attached": known["value"] + moved + leaked}
     return LossTerms({name: -one if reading.climbed else one for name, one in known.items()}, weights)
 
 

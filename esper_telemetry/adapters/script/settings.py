@@ -187,10 +187,10 @@ def unchecked_equations(facts: Mapping[str, Any], traced: Mapping[str, str] = {}
         traced: columns of a rollout that was found, as in `untraced_equations`.
     """
     shown = f"observations {traced.get('observations', '')}".strip()
-    others = f"the {shown} differ from those of the environments"
     reasons = {
-        equation: f"{others}: the script may transform them on purpose"
-        + ("" if what == "observations" else ", and its steps are not compared")
+        equation: f"the {shown} differ from those of the environments: the script may transform them on purpose"
+        if what == "observations"
+        else f"the script transforms {what} or observations, perhaps on purpose: its {what} cannot be compared with the environments'"
         for equation, what in TRANSFORMED.items()
         if {"observations", what} <= traced.keys()
     }
