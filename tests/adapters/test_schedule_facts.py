@@ -106,6 +106,7 @@ def test_a_script_that_does_not_say_is_not_checked_and_the_reason_says_so() -> N
         "schedules": "the settings do not say whether the learning rate is annealed (anneal_lr) or in how many steps",
         "advantages": "the settings do not say gae_lambda",
     }
+    assert "advantages" not in unchecked_equations({"gamma": 0.99}, {"advantages": ""})  # no discount fits them: a lead
     noise = unchecked_equations({"gamma": 0.99, "gae_lambda": 0.95, "mean_noise": 0.5})
     assert noise["replayed_log_probs"] == "training adds noise to the means of actions (rpo_alpha = 0.5)"
 

@@ -408,6 +408,28 @@ def test_classes_of_the_script_that_step_and_reset_are_its_environments() -> Non
     assert steps.time_limits.flatten().tolist() == [False, False, False, True, False]
 
 
+def test_steps_of_an_evaluation_with_the_same_environment_are_not_of_training() -> None:
+    """A line that steps only after training has begun evaluates, unless a rollout has no other steps."""
+    env = Own()
+
+    def evaluate() -> None:
+        for _ in range(8):
+            env.step(0)
+
+    with tapped() as listener:
+        torch.optim.SGD([torch.zeros(1)])
+        log, counts = listener.environments, []
+        for update in range(4):
+            for _ in range(4 if update < 2 else 0):
+                env.step(0)
+            counts.append(log.steps)
+            log.closed = True
+            log.take()
+            evaluate()
+
+    assert counts == [4, 8, 8, 16]  # the third rollout has no other steps
+
+
 def test_a_script_that_ignores_a_time_limit_goes_on_with_its_episode() -> None:
     """The environment repeats the flag in each step until it is reset."""
     log, env = EpisodeLog(), Own()

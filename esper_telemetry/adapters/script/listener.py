@@ -492,7 +492,7 @@ class ScriptListener:
 
     def after_env_step(self, env: Any, result: Any, action: Any, seconds: float = 0.0, *, foreign: bool = False) -> None:
         """The script has called `step` of an environment, or of a `foreign` object; the result shows whether it is one."""
-        if self.counts_only and self.environments.counts(env, result):
+        if not self.environments.trains_at(names.calling_line()) or (self.counts_only and self.environments.counts(env, result)):
             self.environments.seconds += seconds
             return
         parts = step_parts(result)

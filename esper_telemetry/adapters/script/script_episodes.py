@@ -82,6 +82,7 @@ class EpisodeLog:
         self._last_count = 0  # calls in the rollout before
         self._cut_lengths: set[int] = set()  # of episodes that the script has ended within rollouts
         self._reported = False
+        self._training_lines, self._other_lines, self._trained = set[tuple[Any, int]](), set[tuple[Any, int]](), False
 
     @property
     def kinds(self) -> str:
@@ -93,6 +94,18 @@ class EpisodeLog:
     def busy(self) -> bool:
         """True if steps are taken by environments, not by the script."""
         return self.inside or self.resetting
+
+    def trains_at(self, line: tuple[Any, int]) -> bool:
+        """Return True for a step from a line of the script that has stepped before training began.
+
+        Any other line evaluates the policy, with an environment of training too, unless a rollout has no other steps.
+        """
+        if not self.closed:
+            self._training_lines.add(line)
+        is_known = line in self._training_lines
+        self._other_lines |= set() if is_known else {line}
+        self._trained |= is_known
+        return is_known
 
     def includes(self, env: Any) -> bool:
         """Return True for an environment of training; one that is stepped before training begins becomes one."""
@@ -259,6 +272,8 @@ class EpisodeLog:
         """Return the episodes that ended since the last call, and the seconds that were spent in environments."""
         episodes, seconds = self._finished, self.seconds
         self._last_count = self._count
+        self._training_lines |= set() if self._trained else self._other_lines
+        self._other_lines, self._trained = set(), False
         self._finished, self.seconds, self._count, self._calls, self._entries = [], 0.0, 0, [], 0
         for running in self._running.values():
             running.last_call = None

@@ -199,7 +199,7 @@ def unchecked_equations(facts: Mapping[str, Any], traced: Mapping[str, str] = {}
     if not facts.get("has_critic", True):
         reasons |= dict.fromkeys(("values", "returns", "value_loss"), "the program has no critic")
     missing = [name for name in ("gamma", "gae_lambda") if name not in facts]
-    if missing:
+    if missing and not traced:  # else no discounts fit a rollout that was found, which is a lead
         reasons["advantages"] = f"the settings do not say {' and '.join(missing)}"
     if facts.get("mean_noise"):
         reasons["replayed_log_probs"] = f"training adds noise to the means of actions (rpo_alpha = {facts['mean_noise']})"

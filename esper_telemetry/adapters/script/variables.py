@@ -335,6 +335,12 @@ def calling_lines() -> list[tuple[str, int]]:
     return [(frame.f_code.co_filename, frame.f_lineno) for frame in _frames(MAX_CALLING_FRAMES)]
 
 
+def calling_line() -> tuple[Any, int]:
+    """Return code and line of the script's innermost frame."""
+    frame = next(_frames(1), None)
+    return (None, 0) if frame is None else (frame.f_code, frame.f_lineno)
+
+
 def calling_place() -> str:
     """Return file and line of the script's innermost frame."""
     frame = next(_frames(), None)
