@@ -229,6 +229,20 @@ def fitted_termination(inputs: GaeInputs, claimed: Tensor, *, constant: bool, cu
     return float(bootstrap[rows].mean()), gae(inputs, next_values=inputs.next_values + bootstrap)
 
 
+def _end_together(inputs: GaeInputs) -> bool:
+    """Return True if all environments always end together, or the only one after equally many steps, as at a time limit."""
+    ends = inputs.terminated
+    if ends.shape[1] > 1:
+        return bool((ends == ends[:, :1]).all())
+    lengths = ends[:, 0].nonzero().flatten().diff()
+    return len(lengths) > 1 and bool((lengths == lengths[0]).all())
+
+
+def fitted_bootstrap(inputs: GaeInputs, claimed: Tensor, *, together: bool) -> tuple[float, Tensor] | None:
+    """Return the mean of the values that are added to terminations, and GAE with them, if the environments end together or do not."""
+    return fitted_termination(inputs, claimed, constant=False) if _end_together(inputs) == together else None
+
+
 def fitted_swapped_ends(inputs: GaeInputs, claimed: Tensor) -> tuple[float, Tensor] | None:
     """Return the mean of the values that are added to terminations if nothing follows time limits; None without time limits."""
     if not bool(inputs.truncated.any()):
@@ -366,8 +380,11 @@ FITTED = (
     .fits("r_t + c at terminations", "c", partial(fitted_termination, constant=True))
     .advises("Compute advantages from the stored rewards."),
     mistake("termination_bootstrapped", "GAE that adds a value after terminations, as if a time limit had ended the episode;")
-    .fits("δ_t = r_t + γ V(s_{t+1}) - V_t at terminations", "mean value", partial(fitted_termination, constant=False))
+    .fits("δ_t = r_t + γ V(s_{t+1}) - V_t at terminations", "mean value", partial(fitted_bootstrap, together=False))
     .advises("Bootstrap only if truncated is set and terminated is not.", source="Pardo et al. 2018, 1712.00378"),
+    variant("fixed_length_bootstrapped", "GAE that adds a value after ends that come after equally many steps, as time limits do;")
+    .fits("δ_t = r_t + γ V(s_{t+1}) - V_t at the ends", "mean value", partial(fitted_bootstrap, together=True))
+    .cites("Pardo et al. 2018, 1712.00378"),
     mistake("ends_exchanged", "GAE that adds values after terminations and none after time limits: the two flags are swapped;")
     .fits("δ_t = r_t + γ V(s_{t+1}) - V_t at terminations, r_t - V_t at time limits", "mean value", fitted_swapped_ends)
     .advises("`step` returns (observation, reward, terminated, truncated, info): bootstrap only after truncations.")

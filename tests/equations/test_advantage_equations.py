@@ -151,6 +151,7 @@ def test_every_hypothesis_has_a_program_or_a_test_of_its_own() -> None:
     own = {
         "time_limits_end",
         "few_without_bootstrap",
+        "fixed_length_bootstrapped",
         "uncleared",
         "other_units",
         "both_lambda",
@@ -160,6 +161,17 @@ def test_every_hypothesis_has_a_program_or_a_test_of_its_own() -> None:
         "normalized_returns_over_limits",
     }
     assert {one.name for one in ADVANTAGES.hypotheses if one.needs not in ("alone", "has_critic")} == {*PROGRAMS, *own}
+
+
+@pytest.mark.parametrize("envs", [1, 4])
+def test_a_value_after_ends_at_a_fixed_length_is_a_variant(envs: int) -> None:
+    """An environment that has no flag for its time limit, and a program that knows of it."""
+    rollout = random_rollout(0, 96, envs, time_limits=0.0)
+    every_16_steps = np.broadcast_to(np.arange(96)[:, None] % 16 == 15, (96, envs))
+
+    for terminated, name in ((every_16_steps, "fixed_length_bootstrapped"), (rollout.terminated, "termination_bootstrapped")):
+        c = replace(rollout, terminated=terminated)
+        assert names(check(c, gae(c, np.where(c.done, c.final, c.following)))) == {name}
 
 
 @pytest.mark.parametrize(("name", "variant"), [("normalized_returns", True), ("normalized_returns_over_limits", False)])
