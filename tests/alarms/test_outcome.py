@@ -417,6 +417,12 @@ def test_episodes_that_are_all_cut_off_are_a_baseline_at_once(cut_off: float, fi
     assert outcome_of(course, {"num_envs": 120}).first == first
 
 
+def test_returns_that_a_script_reports_count_without_environments() -> None:
+    course = records(np.linspace(-700.0, -120.0, 22), episodes=1, steps=0, more={"episode/length_mean": 1.0})
+
+    assert outcome_of(course, {"num_envs": 16, "reported_returns": True}).kind is OutcomeKind.LEARNING
+
+
 def test_a_failure_stands_until_a_record_follows() -> None:
     judge = OutcomeJudge()
     course = records(np.arange(30.0))

@@ -307,7 +307,8 @@ class OutcomeJudge:
         values, update, environments = record.values, record.axes.update, self._facts.num_envs
         steps, self._env_step = record.axes.env_step - self._env_step, record.axes.env_step
         length = values.get(LENGTH, 0.0)
-        passed = record.axes.env_step / environments if environments is not None and environments > 0 else math.inf
+        passed = record.axes.env_step / environments if environments is not None and environments > 0 else 0.0
+        passed = passed or math.inf  # of environments that are not seen
         is_counted = length > 0 and steps > 0 and self._facts.step_unit is None
         estimate = max(1.0, steps / length) if is_counted else float(BLOCK_EPISODES)
         episodes = values.get(COUNT, estimate if RETURN in values or RECENT_RETURN in values else 0.0)
