@@ -80,7 +80,9 @@ CASES: dict[str, Case] = {
     "opt/rms_spike": Case(set_to({"opt/stable_rms": 30.0})),
     "grad/missing_group": Case(set_to(dict.fromkeys(("grad/actor/norm_preclip", "grad/layer/heads_op_weight/norm", "grad/head/op/norm")))),
     "grad/vanish": Case(set_to({"grad/layer/encoder_weight/norm": 0.0})),
-    "grad/actor_starved": Case(set_to({"grad/interference/log_ratio": 2.5, "grad/interference/critic_share": 0.9999}), 1),
+    "grad/actor_starved": Case(
+        set_to({"grad/interference/log_ratio": 2.5, "grad/interference/critic_share": 0.9999, "grad/clip/coef": 0.3}), 1
+    ),
     "grad/explode": Case(multiplied({"grad/global/norm_preclip_max": 1000}), lag=1),
     "grad/interference": Case(set_to({"grad/interference/cos": -0.9}), 10),
     "grad/clip_saturated": Case(set_to({"grad/clip/coef": 1e-4}), 1),

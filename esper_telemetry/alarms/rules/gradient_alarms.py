@@ -122,16 +122,14 @@ def missing_group(view: View, segments: dict[str, frozenset[str]]) -> Iterator[F
 STARVED_Z = above("starved_z", 6.0, "robust z of the critic's gradient over the actor's")
 STARVED_SHARE = above("starved_share", 0.95, "critic's share of the squared gradient, in addition")
 STARVED_EFFECTIVE_Z = above("starved_effective_z", 8.0, "robust z by which the actor's clipped gradient falls")
-CLIPPED: Final = 0.9  # factor of clipping below which a larger gradient of the critic reduces the actor's
-LARGER_Z: Final = 2.0  # robust z from which the critic's gradient is larger than usual
+CLIPPED: Final = 0.5  # factor of clipping below which a larger gradient of the critic starves the actor
 STARVED_FLOOR = below("starved_floor", 1e-5, "actor's clipped gradient that is negligible next to Adam's epsilon, with that share")
 
 
 def actor_starved(view: View) -> Iterator[Finding]:
     """A critic whose gradient fills the clip limit, so that little is left of the actor's.
 
-    If gradients are hardly clipped and the critic's is not larger than usual, a small gradient of the actor has another reason, such as
-    a solved task.
+    If clipping leaves half of the gradients, a small gradient of the actor has another reason, such as a solved task.
     """
     limits = view.limits
     ratio, share, effective = view.get(RATIO), view.get(SHARE), view.get(EFFECTIVE)
@@ -140,7 +138,7 @@ def actor_starved(view: View) -> Iterator[Finding]:
     if ratio is None or share is None or (z is None and not swallowed):
         return
     coef = view.get("grad/clip/coef")
-    reduced = coef is None or coef < CLIPPED or (view.z("grad/critic/norm_preclip") or 0.0) > LARGER_Z
+    reduced = coef is None or coef < CLIPPED
     dominated = swallowed or (reduced and z is not None and z > limits[STARVED_Z])
     starved = reduced and fall is not None and fall < -limits[STARVED_EFFECTIVE_Z] and share > limits[STARVED_SHARE]
     left = f"; clipping leaves {percent(coef)} of the actor's gradient" if coef is not None and coef < 0.999 else ""
