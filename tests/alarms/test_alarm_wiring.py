@@ -22,6 +22,7 @@ from esper_telemetry.events import Rollback, RolloutEnd, UpdateEnd
 from esper_telemetry.pipeline.in_process import AlarmReport, InProcessPipeline
 from esper_telemetry.pipeline.worker import WorkerPipeline
 from esper_telemetry.ppo.environments.cue_recall import CueRecall
+from esper_telemetry.recording import step_probe
 from esper_telemetry.telemetry import session_of
 from esper_telemetry.testing import MemorySink
 from esper_telemetry.updates.update import Update
@@ -131,7 +132,8 @@ def test_a_grave_alarm_makes_the_next_updates_debug_and_then_it_is_over(tmp_path
 
 
 @pytest.mark.system
-def test_an_escalated_update_has_everything_that_one_of_a_run_at_debug_has(tmp_path: Path) -> None:
+def test_an_escalated_update_has_everything_that_one_of_a_run_at_debug_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_probe, "EXPENSIVE_PASS_SECONDS", math.inf)  # whatever the clock says
     trained(tmp_path / "raised", {2: SPIKE}, offload=False, source=recall(), updates=4)
     trained(tmp_path / "debug", {}, offload=False, source=recall(), updates=4, level="debug")
 
