@@ -201,17 +201,18 @@ def raised(verdicts: Iterable[Verdict]) -> dict[str, int]:
     return updates
 
 
-Number = float | None | Callable[[int], float]
+Number = float | None | Callable[[int], float | None]
 """A value, or a function of the number of updates since the first spoiled one; None removes the key."""
 
 
 def set_to(changes: Mapping[str, Number]) -> Spoil:
     def spoil(metrics: Values, ago: int) -> None:
         for key, value in changes.items():
-            if value is None:
+            now = value(ago) if callable(value) else value
+            if now is None:
                 metrics.pop(key, None)
             else:
-                metrics[key] = value(ago) if callable(value) else value
+                metrics[key] = now
 
     return spoil
 

@@ -94,6 +94,7 @@ REMARKS: Mapping[str, list[Remark]] = {
         Remark("fixed length", "after exactly 200 steps", LIMITED),
         Remark("fixed length", "", {**LIMITED, "episode/terminated_length_min": 190.0}),
         Remark("fixed length", "", {**LIMITED, "episode/truncated_frac": 0.1}),
+        Remark("fixed length", "", {name: lambda ago: 200.0 if ago else None for name in LIMITED}),  # after a mean of 10
     ],
     "Time limits are terminations, and most episodes end by one": [
         Remark("time limits", "80 % of the episodes, and the advantages (ppo.py:31)", TIME_LIMITS, PLACES),

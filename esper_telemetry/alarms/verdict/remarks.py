@@ -122,13 +122,16 @@ class Remarks:
         """Add the episodes of a record."""
         count = view.get("episode/count") or 0.0
         self.episodes += count
-        self.truncated += count * (view.get("episode/truncated_frac") or 0.0)
-        self.shortest = min(self.shortest, view.get("episode/terminated_length_min") or self.shortest)
+        cut_off = view.get("episode/truncated_frac") or 0.0
+        self.truncated += count * cut_off
+        self.length = view.get("episode/length_mean") or self.length
+        # not every record has the shortest length; a mean that differs shows that the lengths do
+        mean = None if cut_off else view.get("episode/length_mean")
+        self.shortest = min(self.shortest, view.get("episode/terminated_length_min") or mean or self.shortest)
         terminated, cut = (view.get(f"episode/{end}_length_max") or 0.0 for end in ("terminated", "truncated"))
         self.longest, self.longest_cut = max(self.longest, terminated), max(self.longest_cut, cut)
         self.shortest_cut = min(self.shortest_cut, view.get("episode/truncated_length_min") or self.shortest_cut)
         self.newest = max(terminated, cut)
-        self.length = view.get("episode/length_mean") or self.length
 
     def step(self, view: View) -> list[tuple[str, Mapping[str, Any]]]:
         """Return the events of an update."""
