@@ -273,7 +273,6 @@ class Adapter:
         if len(self._clipped) == len(self._parts):
             self.emit_gradients(self._max_norm)
 
-    @torch.no_grad()
     def emit_gradients(self, max_norm: float | None) -> None:
         """Emit the norms of all gradients before clipping. `max_norm` is None without a clip."""
         self._measured = True
@@ -283,7 +282,8 @@ class Adapter:
             known = {*names}
             rest = {name: p.grad for name, p in self.parameters.items() if name not in known and p.grad is not None}
             if rest:
-                names, columns = (*names, *rest), [*columns, ops.gradient_norms(list(rest.values()))]
+                with torch.no_grad():
+                    names, columns = (*names, *rest), [*columns, ops.gradient_norms(list(rest.values()))]
         if names:
             norms = columns[0] if len(columns) == 1 else torch.cat(columns)
             apart = () if max_norm is None else self._clipped_apart

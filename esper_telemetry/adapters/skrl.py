@@ -109,7 +109,7 @@ class AgentListener(Adapter):
             self.listen(agent.scheduler, "step", self._after_divergence)
         self.listen(agent, "track_data", self._after_tracked)
         self.listen(agent, "update", self._after_update, timed=True)
-        self.listen(agent, "post_interaction", self._after_interaction, timed=True)
+        self.listen(agent, "post_interaction", self._after_interaction)
 
     # Rollouts.
 
@@ -206,9 +206,10 @@ class AgentListener(Adapter):
         if "mean_actions" in outputs:
             means, log_std = outputs["mean_actions"].detach(), outputs["log_std"].detach()
             return HeadColumns(means={HEAD: means}, log_std={HEAD: log_std.expand_as(means)})
-        distribution = self._agent.policy.distribution(role="policy")
-        single = getattr(distribution, "logits", torch.empty(0)).shape == outputs["net_output"].shape
-        return HeadColumns(logits={HEAD: distribution.logits.detach()}) if single else HeadColumns()
+        logits = getattr(self._agent.policy.distribution(role="policy"), "logits", None)
+        if logits is None or logits.shape != outputs["net_output"].shape:
+            return HeadColumns()
+        return HeadColumns(logits={HEAD: logits.detach()})
 
     # Updates.
 
@@ -304,7 +305,8 @@ class AgentListener(Adapter):
     def _after_interaction(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """The trainer has logged the update, if there was one."""
         if self.updating and not self.learning:
-            self.end_update()
+            with self.session.clock:
+                self.end_update()
             self.times.begin()
 
     def end_fields(self) -> dict[str, Any]:
