@@ -40,6 +40,13 @@ change of a single process grows with the number of steps."""
 MIN_OPPOSITE: Final = 0.5
 """Share of the rewards with the opposite sign, above which wrappers do more than pay a bonus."""
 
+SHIFTED: Final = 0.999
+"""Correlation of rewards before and after wrappers, from which on they only scale and shift."""
+
+MIN_CUT, CUT_SPREAD, AT_LIMIT = 0.5, 0.5, 0.01
+"""Share of the rewards at one limit, above which most of what they say is lost, if the environments' rewards in these steps have this share
+of the deviation of all of them; and the distance that still is at the limit, relative to the range."""
+
 MIN_REWARDS: Final = 256
 """Fewest steps within episodes for a fit of the rewards."""
 
@@ -105,6 +112,12 @@ ENVIRONMENTS = EnvironmentEquation(
             "Divide rewards by their scale, and subtract no mean, as `gymnasium.wrappers.NormalizeReward` does: what is "
             "subtracted from each reward changes the return of long episodes more than that of short ones."
         ),
+        mistake("cut_rewards", "most rewards in training are cut off at one limit, and those of the environments differ there;")
+        .given(parameter="share of the rewards")
+        .advises(
+            "Scale rewards until they lie within the limits, or choose wider ones: rewards that are all at a limit do not tell a better "
+            "action from a worse one."
+        ),
         mistake("interleaved", "the rows of one environment belong to several streams in turn;")
         .given(parameter="streams")
         .advises(
@@ -127,6 +140,8 @@ def check_environments(
     actions: Tensor | None = None,
     rewards: Tensor | None = None,
     raw_rewards: Tensor | None = None,
+    trained: Tensor | None = None,
+    terminated: Tensor | None = None,
     valid: Tensor | None = None,
     cast: float = 0.0,
     drifting: bool = False,
@@ -142,15 +157,22 @@ def check_environments(
         actions: [T, B], choices in whole numbers, or [T, B, D]; None if there are several heads.
         rewards: [T, B], as the environments returned them; None if they are not known.
         raw_rewards: [T, B], before wrappers changed them; None if they have not, or these are not known.
+        trained: [T, B], the rewards that are learned from; None if they are not known.
+        terminated: [T, B], bool: the step ended its episode, and no time limit did; None if it is not known.
         valid: [T, B], bool; None if every row is valid.
         cast: largest relative change of an observation by the dtype of its space.
         drifting: observations are normalised by running statistics, so that equal states have other observations later.
     """
     if cast > CAST_ERROR:
         return explained(ENVIRONMENTS, "cast", fitted=cast)
-    opposite = 0.0 if rewards is None or raw_rewards is None else _opposite_share(rewards, raw_rewards)
+    can_shift = terminated is not None and not bool(terminated.any())  # the same sum is added to all returns
+    opposite = 0.0 if rewards is None or raw_rewards is None else _opposite_share(rewards, raw_rewards, can_shift=can_shift)
     if opposite > MIN_OPPOSITE:
         return explained(ENVIRONMENTS, "opposite_rewards", fitted=opposite)
+    unchanged = rewards if raw_rewards is None else raw_rewards
+    cut = 0.0 if trained is None or unchanged is None else _cut_share(trained, unchanged)
+    if cut > MIN_CUT:
+        return explained(ENVIRONMENTS, "cut_rewards", fitted=cut)
     ended = ended.to(inputs.device).bool()
     if observations is not None and actions is not None and rewards is not None and valid is None:
         behind = _behind(observations, actions, rewards, ~ended[:-1])
@@ -182,13 +204,39 @@ def check_environments(
     return _correct() if streams == 1 else explained(ENVIRONMENTS, "interleaved", fitted=streams)
 
 
-def _opposite_share(rewards: Tensor, raw: Tensor) -> float:
-    """Return the share of rewards whose sign differs from all those before wrappers; 0 if these have both signs themselves."""
+def _opposite_share(rewards: Tensor, raw: Tensor, *, can_shift: bool) -> float:
+    """Return the share of rewards whose sign differs from all those before wrappers; 0 if these have both signs themselves.
+
+    It is 0, too, for rewards that are only scaled and shifted, where that `can_shift` no episode's return against another's.
+    """
     signs = raw.sign()
     paid = signs != 0
     if int(paid.sum()) < MIN_FROZEN_STEPS or bool(signs.min() * signs.max() < 0):
         return 0.0
+    if can_shift and _is_line(rewards, raw):
+        return 0.0
     return float((rewards.to(raw).sign()[paid] == -signs[paid]).double().mean())
+
+
+def _is_line(rewards: Tensor, raw: Tensor) -> bool:
+    """Return True if rewards are others that were scaled and shifted."""
+    return float(torch.corrcoef(torch.stack([rewards.to(raw).flatten(), raw.flatten()]))[0, 1]) > SHIFTED
+
+
+def _cut_share(trained: Tensor, raw: Tensor) -> float:
+    """Return the share of rewards at one limit of those in training, if the others of the environments differ much there; 0 otherwise."""
+    trained, raw = trained.double().flatten(), raw.to(trained.device).double().flatten()
+    if _is_line(trained, raw):
+        return 0.0
+    low, high = trained.min(), trained.max()
+    distance = AT_LIMIT * (high - low)
+    shares = [0.0]
+    for at_limit, sign in ((trained <= low + distance, 1.0), (trained >= high - distance, -1.0)):
+        there, others = sign * raw[at_limit], sign * raw[~at_limit]
+        is_beyond = not len(others) or bool(there.max() <= others.min())
+        if len(there) >= MIN_FROZEN_STEPS and is_beyond and bool(there.std() > CUT_SPREAD * raw.std()):
+            shares.append(len(there) / len(trained))
+    return max(shares)
 
 
 def _correct() -> EquationCheck:

@@ -108,6 +108,8 @@ def _environments(rollout: RolloutEnd | RolloutActions, facts: Facts) -> Equatio
         actions=head,
         rewards=rollout.rewards if transitions is None else transitions.rewards,
         raw_rewards=rollout.raw_rewards if isinstance(rollout, RolloutEnd) else None,
+        trained=rollout.rewards,
+        terminated=rollout.terminated if isinstance(rollout, RolloutEnd) else None,
         informative=vectors,
         outcomes=None if transitions is None else transitions.outcomes,
         observations=observations,

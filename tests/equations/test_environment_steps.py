@@ -79,6 +79,36 @@ def test_wrappers_do_not_turn_the_signs_of_rewards(wrapped: Callable[[Tensor], T
     assert both_signs.matches
 
 
+@pytest.mark.parametrize(("ends", "is_wrong"), [(None, True), (ENDED, True), (torch.zeros_like(ENDED), False)])
+def test_a_shift_of_all_rewards_changes_nothing_without_terminations(ends: Tensor | None, is_wrong: bool) -> None:
+    """The pendulum's episodes end by a time limit only, and (r + 8) / 8 is a usual scale for its rewards of -16 to 0."""
+    raw = -3.0 - torch.rand(STEPS, ENVS, generator=torch.Generator().manual_seed(0))
+
+    result = check(walks(), rewards=(raw + 8.0) / 8.0, raw_rewards=raw, terminated=ends)
+
+    assert names(result) == ({"opposite_rewards"} if is_wrong else set())
+
+
+COSTS = -8.0 * torch.rand(STEPS, ENVS, generator=torch.Generator().manual_seed(0)) ** 0.5
+RARE = -COSTS.round() * (torch.arange(ENVS) == 0)
+"""Most steps pay nothing, as in Atari."""
+
+
+@pytest.mark.parametrize(
+    ("raw", "trained", "is_wrong"),
+    [
+        (COSTS, COSTS.clip(-1.0, 1.0), True),
+        (COSTS, torch.tanh(COSTS), True),
+        (-COSTS, -COSTS.clip(-1.0, 1.0), True),
+        (COSTS, (COSTS / 8.0).clip(-1.0, 1.0), False),
+        (COSTS, COSTS + 1.0, False),
+        (RARE, RARE.sign(), False),
+    ],
+)
+def test_most_rewards_are_cut_off_at_a_limit(raw: Tensor, trained: Tensor, is_wrong: bool) -> None:
+    assert names(check(walks(), rewards=raw, trained=trained)) == ({"cut_rewards"} if is_wrong else set())
+
+
 def test_rounding_of_pictures_and_short_rollouts_are_no_fault() -> None:
     short = walks()[:LENGTH]
 
