@@ -116,7 +116,7 @@ class Facts(Mapping[str, Any]):
     advantage_correction: int = 1  # subtracted from the number of rows in the variance of advantages
     recomputes_advantages: bool | None = None  # before each epoch (2006.05990, section 3.5): the first one is checked
     columns_by_name: bool | None = None  # columns come from variables in a script, whose names may mislead
-    ratio_pairs: bool | None = None  # the policy's loss has N² ratios of N rows
+    loss_pairs: bool | None = None  # the policy's loss has N² ratios, or products with log-probabilities, of N rows
     detached_state: bool | None = None  # in the policy's loss no gradient flows through the states of a recurrent cell
     softmax_twice: bool | None = None  # the policy's loss takes a softmax of the outputs of another softmax
     truncated_sampling: bool | None = None  # tokens are sampled from a part of the distribution (top_p, top_k, min_p)

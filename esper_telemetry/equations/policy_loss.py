@@ -251,7 +251,7 @@ POLICY_LOSS = Equation(
         mistake("clipped_log_ratio", "the clipped surrogate with the log-ratio clipped to ±ε")
         .predicts("L = -mean min(r A, exp(clip(log r, -ε, ε)) A)", lambda x: pessimistic(x, x.log_ratio.clamp(-x.clip, x.clip).exp()))
         .advises("Clip the ratio; the matching bounds of the log-ratio are log(1 - ε) and log(1 + ε)."),
-        mistake("broadcast", "the mean over all pairs of a ratio and an advantage: [N] was broadcast against [N, 1]")
+        mistake("broadcast", "the mean over all pairs of a ratio or a log-probability and an advantage: [N] was broadcast against [N, 1]")
         .predicts("L = -mean_ij min(r_i A_j, clip(r_i) A_j)", _of_all_pairs)
         .given(gradient="advantages_broadcast")
         .advises("Flatten both log-probabilities and advantages to [N].")

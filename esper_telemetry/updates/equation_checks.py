@@ -482,6 +482,8 @@ def _nearest(columns: Sequence[Tensor | None], claimed: Tensor) -> Tensor | None
 def _policy_loss(claims: LossClaims) -> EquationCheck | None:
     """Check the clipped surrogate. A single step without a ratio may be A2C, which can have PPO's settings too."""
     batches, facts, loss = claims.batches, claims.facts, claims.claim("policy")
+    if facts.clip is None and facts.loss_pairs:
+        return explained(POLICY_LOSS, "broadcast")
     if loss is None or facts.clip is None:
         return None
     check = check_policy_loss(

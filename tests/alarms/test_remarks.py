@@ -141,12 +141,12 @@ REMARKS: Mapping[str, list[Remark]] = {
             updates=1,
         ),
         Remark(
-            "ratio of pairs",
-            "the probability ratios (ppo.py:63) are N² numbers of N rows",
-            facts={**PLACES, "ratio_pairs": True},
+            "loss of pairs",
+            "the policy's loss (ppo.py:63) has N² numbers for N rows",
+            facts={**PLACES, "loss_pairs": True},
             updates=1,
         ),
-        Remark("ratio of pairs", "", updates=1),
+        Remark("loss of pairs", "", updates=1),
     ],
     "Observations do not change with the actions in two or four updates of 512; fewer steps need a smaller effect": [
         Remark("ignored actions", "in 1,024 steps", {"policy/action_effect": 0.9}),
@@ -314,7 +314,7 @@ def test_an_actor_without_a_gradient_may_have_decided_by_steps_that_were_too_lar
 
 
 def test_ratios_of_all_pairs_are_to_be_given_one_shape() -> None:
-    facts = {**FACTS, "ratio_pairs": True}
+    facts = {**FACTS, "loss_pairs": True}
     (raised,) = alarms(judged(run(3, set_to({"integrity/ratio_init": 0.5}), since=1), facts), AlarmEvent.RAISE)
 
     assert "Give new and old log-probabilities the shape [N]" in raised.text

@@ -403,6 +403,19 @@ def test_ratios_of_all_pairs_of_log_probabilities_are_seen(ratio: Callable[[Tens
     assert len(reading.policy.advantages) == ROWS
 
 
+@pytest.mark.parametrize("flat", [False, True])
+def test_products_of_all_pairs_of_log_probabilities_and_advantages_are_seen(flat: bool) -> None:
+    """Of a policy gradient: [N, 1] times [N] is [N, N], and normalised advantages leave nothing of its mean."""
+    layer, actions, advantages = nn.Linear(3, 2), torch.randint(2, (ROWS, 1)), torch.randn(ROWS)
+    chosen = layer(torch.randn(ROWS, 3)).log_softmax(-1).gather(1, actions)
+    loss = -((chosen.squeeze(-1) if flat else chosen) * advantages).mean()
+
+    reading = read_loss(loss, held=[chosen])
+
+    assert reading is not None and reading.policy is not None and reading.policy.pairs is not flat
+    assert len(reading.policy.advantages) == ROWS
+
+
 def test_ratios_of_the_actions_of_all_rows_are_seen() -> None:
     """`probs[:, actions]` instead of `probs.gather(1, actions)`; the log-probabilities are those of each row's own action."""
     probs = torch.rand(6, 3).softmax(-1).requires_grad_()

@@ -126,7 +126,7 @@ class ScriptListener:
         self.lstm_count = 0
         self.value_loss_alone = self._loss_place = ""
         self._stepped: set[str] = set()  # classes of the optimizers that have stepped without a loss of a policy
-        self._softmax_twice = self._ratio_pairs = self._detached_state = False
+        self._softmax_twice = self._loss_pairs = self._detached_state = False
         self.origin: Candidate | None = None
         self.open = self.counts_only = False
         self.traced_updates = TracedUpdates()
@@ -276,7 +276,7 @@ class ScriptListener:
                     self._softmax_twice = takes_softmax_twice(graph)
                     parts = [part for module in variables.modules() for part in module.modules() if isinstance(part, nn.RNNCellBase)]
                     self._detached_state = detaches_states(graph, {id(cell.weight_hh) for cell in parts})
-                self._ratio_pairs = self._ratio_pairs or reading.policy.pairs
+                self._loss_pairs = self._loss_pairs or reading.policy.pairs
                 self._loss_place = names.calling_place()
                 heads = self.distributions.take_minibatch(len(reading.policy.advantages), graph)
                 reading = reading._replace(heads=heads if heads.logits or heads.means else reading.heads)
@@ -552,7 +552,7 @@ class ScriptListener:
             "equation_places": settings.equation_places(places, self._loss_place, self._source.clears),
             "softmax_twice": self._softmax_twice,
             "detached_state": self._detached_state,
-            "ratio_pairs": self._ratio_pairs,
+            "loss_pairs": self._loss_pairs,
             "reported_returns": not self.environments.steps,
         }
         self.hooks.emit(RunStart(self._config, facts, update=0, env_step=0, gradient_step=0))

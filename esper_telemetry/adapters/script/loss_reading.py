@@ -34,7 +34,8 @@ class PolicyTerm(NamedTuple):
         stored: [N], log-probabilities at collection, if the ratio is not their exponential difference.
         log_ratios: [N, D], if each action dimension has its own ratio; `log_ratio` and `log_probs` are the sums.
         by_row: the loss adds a term of each row; `edge` is of the first one.
-        pairs: the ratio is [N, N], of each new log-probability to each old one, or of all actions in each row; `log_ratio` is a mean of it.
+        pairs: the ratio is [N, N], of each new log-probability to each old one, or of all actions in each row, and `log_ratio` is a mean
+            of it; or a product of each log-probability and each advantage is.
     """
 
     log_ratio: Tensor | None

@@ -91,6 +91,7 @@ def policy_term(graph: LossGraph, node: Node, gradient: Tensor) -> PolicyTerm | 
     own, inverted = _log_probs(graph, plain.node) if plain.is_ratio else (number.reshape(-1), False)
     count = factor.numel()
     pairs = plain.is_ratio and own is not None and count > 1 and number.shape == (count, count) and len(own) in (count, count**2)
+    of_products = not plain.is_ratio and count > 1 and number.numel() == count and gradient.shape == (count, count)
     if pairs and own is not None and len(own) > count:  # each row's log-probabilities of all actions
         own = own.reshape(number.shape).diagonal()
     if number.numel() != factor.numel() and not pairs:
@@ -131,7 +132,7 @@ def policy_term(graph: LossGraph, node: Node, gradient: Tensor) -> PolicyTerm | 
         reshaped=reshaped,
         log_ratios=log_ratios,
         stored=stored,
-        pairs=pairs,
+        pairs=pairs or of_products,
     )
 
 

@@ -92,7 +92,7 @@ OF_PAIRS = (
     "Give new and old log-probabilities the shape [N]: the loss has N² ratios of N rows, because [N, 1] is broadcast against [N], or "
     "because `probs[:, actions]` takes the actions of all rows for each row instead of `gather`."
 )
-"""Advice for a ratio of N² numbers; see `Facts.ratio_pairs`."""
+"""Advice for a ratio of N² numbers; see `Facts.loss_pairs`."""
 
 
 @reading("integrity/ratio_init")
@@ -114,7 +114,7 @@ def ratio_init(view: View, value: float, before: Before) -> Iterator[Finding]:
     warn, severity = bounds.warn * rounding, bounds.severity(value, rounding)
     earlier = before.swap(severity)
     severity = min(severity, earlier) if remembers and severity < 1 else severity
-    finding = Finding(severity, "integrity/ratio_init", value, warn).with_advice((lambda: OF_PAIRS) if view.facts.ratio_pairs else None)
+    finding = Finding(severity, "integrity/ratio_init", value, warn).with_advice((lambda: OF_PAIRS) if view.facts.loss_pairs else None)
     yield finding.says(
         "log-probabilities computed before the first optimizer step have differed from the stored ones by up to {} nats "
         f"(rounding in {precision} explains {{}}): training has other inputs or another formula than the acting policy",

@@ -291,14 +291,15 @@ class Remarks:
             yield "other rewards", _data(text, "reward/trained_correlation", mean, limit, quiet=True)
 
     def _later_equations(self, view: View) -> Iterator[Remark]:
-        """Mistakes that show after the alarm about another one has been raised."""
+        """Mistakes that show after the alarm about another one has been raised; a gradient without a term follows from a wrong loss."""
         results = [one for one in equation_results(view.values, view.facts) if not one.holds and one.explanations]
         if not self.differing:
             self.differing = {one.equation.name: 0 for one in results}
             return
         for one in results:
             name = one.equation.name
-            if self.differing.get(name) == 0:
+            terms = {hypothesis.name.removesuffix("_missing") for hypothesis in one.hypotheses}
+            if self.differing.get(name) == 0 or any(self.differing.get(f"{term}_loss") == 0 for term in terms):
                 continue
             self.differing[name] = self.differing.get(name, 0) + 1
             if self.differing[name] >= MIN_LATER_UPDATES:
@@ -382,10 +383,10 @@ IN_LOSS: Final = {
         "in the policy's loss{} no gradient flows from one step of the recurrent cell to the step before, so it does not learn what to "
         "keep: remove `.detach()` and `torch.no_grad()` from the state between the steps of a sequence",
     ),
-    "ratio_pairs": (
-        "ratio of pairs",
-        "the probability ratios{} are N² numbers of N rows: [N, 1] was broadcast against [N], or `probs[:, actions]` takes the actions of "
-        "all rows for each row: give new and old log-probabilities the shape [N], and choose each row's action with `gather`",
+    "loss_pairs": (
+        "loss of pairs",
+        "the policy's loss{} has N² numbers for N rows: [N, 1] was broadcast against [N], or `probs[:, actions]` takes the actions of all "
+        "rows for each row: give log-probabilities and advantages the shape [N], and choose each row's action with `gather`",
     ),
 }
 """Names and texts of remarks on the graph of the policy's loss, by fact."""
