@@ -255,6 +255,8 @@ def _drawn(rollout: RolloutEnd | RolloutActions, facts: Facts) -> Iterator[Metri
         valid=rollout.valid,
         precision=facts.precision,
     )
+    if check.equation.name in facts.unchecked_equations:
+        return
     in_sequences = isinstance(rollout, RolloutActions) and rollout.drawn
     if in_sequences and rollout.valid is not None:
         counts = rollout.valid.any(1).tolist()

@@ -549,6 +549,7 @@ NONFINITE: dict[str, tuple[Callable[[Tensor], Tensor], str | None]] = {
     "0 log 1e-8": (lambda logits: masked_entropy(logits, 1e-8), None),
     "log(1 - 1)": (lambda logits: (1 - (50 + logits).tanh() ** 2).log().mean(), "the logarithm of 0"),
     "root of a negative number": (lambda logits: (-logits.exp()).sqrt().mean(), "the root of -1.10517"),
+    "infinite from outside": (lambda logits: ((torch.inf - logits) / logits.exp()).square().mean(), "a quotient of inf and 1.10517"),
     "NaN from outside": (lambda logits: (torch.tensor(torch.nan) * logits.exp()).mean(), None),
 }
 
@@ -560,6 +561,6 @@ def test_the_first_operation_that_is_not_finite_is_named(name: str) -> None:
 
     graph = LossGraph(loss, graph_of(loss), [], NO_OUTPUTS, ())
 
-    operation = nonfinite_operation(graph)
+    operation = nonfinite_operation(graph, given="infinite" in name)
 
     assert (None if operation is None else in_words(graph, *operation)) == words

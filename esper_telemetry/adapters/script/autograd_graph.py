@@ -301,8 +301,11 @@ def nonfinite_result(loss: Tensor, nodes: Collection[Node], variables: Variables
     """Return the first result of an operation in the graph of a loss that is not finite, with the variables around it."""
     if not nodes:
         return None
-    graph = LossGraph(loss, nodes, list(variables.tensors()), NO_OUTPUTS, ())
+    held = list(variables.tensors())
+    graph = LossGraph(loss, nodes, held, NO_OUTPUTS, ())
     operation = nonfinite_operation(graph)
+    if operation is None and all(one.requires_grad or bool(one.isfinite().all()) for one in held):  # else a variable says more
+        operation = nonfinite_operation(graph, given=True)
     if operation is None:
         return None
     node, result = operation
@@ -320,8 +323,11 @@ def nonfinite_result(loss: Tensor, nodes: Collection[Node], variables: Variables
     return Candidate(in_words(graph, node, result), result.clone(), made=" ".join(texts))
 
 
-def nonfinite_operation(graph: LossGraph) -> tuple[Node, Tensor] | None:
-    """Return the first operation with a NaN result, otherwise the first one with an infinite result, and it; None if it is not known."""
+def nonfinite_operation(graph: LossGraph, *, given: bool = False) -> tuple[Node, Tensor] | None:
+    """Return the first operation with a NaN result, otherwise the first one with an infinite result, and it; None if it is not known.
+
+    With `given`, return the first one that has such an operand, which no operation made.
+    """
     infinite: tuple[Node, Tensor] | None = None
     for node in in_order(node for node in graph.consumers if kind_of(node) in UNBOUNDED):
         operands = _operands(graph, node)
@@ -329,6 +335,8 @@ def nonfinite_operation(graph: LossGraph) -> tuple[Node, Tensor] | None:
             result = UNBOUNDED[kind_of(node)][1](node, operands).detach()
         except TypeError:  # an operand is not known
             continue
+        if given and any(one is not None and not bool(one.isfinite().all()) for one in operands):
+            return node, result
         if any(one is not None and bool(one.isnan().any()) for one in operands):
             continue
         if bool(result.isnan().any()):

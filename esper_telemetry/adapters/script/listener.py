@@ -78,6 +78,8 @@ SCALARS = "scalars"
 
 
 NO_ENTROPY = "the loss has no entropy term"
+NO_LOG_PROBS = dict.fromkeys(("log_probs", "replayed_log_probs", "log_ratios"), "the loss does not keep the log-probabilities")
+"""Why equations cannot be checked if a script's own density is a sum of several terms, by name."""
 
 SAME_CLIP = 1e-5
 """Largest difference between a clip range and its setting."""
@@ -544,6 +546,8 @@ class ScriptListener:
         unchecked = settings.unchecked_equations(facts, {} if rollout is None else traced)
         untraced = settings.untraced_equations(traced, self._loss_place, rollout is not None, self.unseen)
         left_out = {"entropy_loss": NO_ENTROPY} if first is not None and first.complete and first.entropy is None else {}
+        if first is not None and first.policy is not None and first.policy.log_ratio is None and first.policy.log_probs is None:
+            left_out |= NO_LOG_PROBS
         unchecked |= left_out
         facts = self._facts = {
             **facts,

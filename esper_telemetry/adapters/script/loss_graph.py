@@ -251,7 +251,7 @@ class _LossReader:
             return reading._replace(heads=heads)
         if policy.log_probs is None and policy.log_ratio is not None:
             means, log_std = heads.means[HEAD], heads.log_std[HEAD]
-            density = torch.distributions.Normal(means, log_std.exp()).log_prob(drawn).sum(-1)
+            density = torch.distributions.Normal(means, log_std.exp(), validate_args=False).log_prob(drawn).sum(-1)
             policy = policy._replace(log_probs=density)
         return reading._replace(policy=policy, heads=heads, actions=drawn, source=layer)
 

@@ -83,12 +83,13 @@ def policy_term(graph: LossGraph, node: Node, gradient: Tensor) -> PolicyTerm | 
     plain = plain._replace(is_ratio=any(one.is_ratio and one.node is plain.node for one in products))
     clip = next((one.clip for one in products if one.clip is not None), None)
     factor = plain.factor
-    number = graph.value(plain.node)
-    if number is None:
+    kept = graph.value(plain.node)
+    if kept is None and plain.is_ratio:
         return None
+    number = torch.zeros(shape_of(plain.node)) if kept is None else kept  # a graph need not keep the sum of a density's terms
     number = -number if not plain.is_ratio and _is_negative_likelihood(graph, plain.node) else number
     per_dimension = plain.is_ratio and _is_per_dimension(graph, plain.node, factor)
-    own, inverted = _log_probs(graph, plain.node) if plain.is_ratio else (number.reshape(-1), False)
+    own, inverted = _log_probs(graph, plain.node) if plain.is_ratio else (None if kept is None else number.reshape(-1), False)
     count = factor.numel()
     pairs = plain.is_ratio and own is not None and count > 1 and number.shape == (count, count) and len(own) in (count, count**2)
     of_products = not plain.is_ratio and count > 1 and number.numel() == count and gradient.shape == (count, count)
@@ -347,7 +348,7 @@ def _choice(graph: LossGraph, node: Node) -> tuple[Tensor | None, Tensor | None,
 def gaussian_of(graph: LossGraph, node: Node) -> tuple[HeadColumns, Tensor | None, LayerOutputs | None]:
     """Parameters, actions [N, D] and layer of the means of a Gaussian's density that the script computes itself.
 
-    Its standard deviations are the exponential of a parameter.
+    Its standard deviations are the exponential of a parameter, or divide the differences before they are squared.
     """
     below = nodes_below(node)
     log_std: Tensor | None = None
@@ -356,14 +357,17 @@ def gaussian_of(graph: LossGraph, node: Node) -> tuple[HeadColumns, Tensor | Non
         log_std = leaf if leaf is not None and leaf.dim() <= 2 and log_std is None else log_std
     squares = (one for one in below if kind_of(one) == "PowBackward0" and one._saved_exponent == 2)
     for square in squares:
-        difference = through_views(children_of(square)[0])
+        difference, size = through_views(children_of(square)[0]), square._saved_self.detach()
+        if kind_of(difference) == "DivBackward0":
+            std = difference._saved_other.detach()
+            difference, size, log_std = through_views(children_of(difference)[0]), size * std, std.log()
         parts = children_of(difference) if kind_of(difference) == "SubBackward0" else []
         own = [place for place, part in enumerate(parts) if part is not None]
         means = graph.value(parts[own[0]]) if len(own) == 1 else None
-        if log_std is None or means is None or means.dim() != 2 or means.shape != square._saved_self.shape:
+        if log_std is None or means is None or means.dim() != 2 or means.shape != size.shape:
             continue
         sign = -1 if own[0] == 0 else 1
-        actions = means + sign * square._saved_self.detach()
+        actions = means + sign * size
         spread = log_std.detach().reshape(-1, log_std.shape[-1]).expand_as(means).clone()
         return (HeadColumns(means={HEAD: means}, log_std={HEAD: spread}), actions, graph.layer_at(parts[own[0]], means.shape[1]))
     return HeadColumns(), None, None

@@ -111,9 +111,10 @@ def missing_group(view: View, segments: dict[str, frozenset[str]]) -> Iterator[F
         key = f"grad/{segment_of(group)}/norm_preclip"
         if group not in segments:
             segments[group] = frozenset(map(segment_of, names))
-        missing = layers and not layers.issuperset(segments[group])
+        nonfinite = f"{key}_nonfinite" in view.values  # whose layers have no norm
+        missing = layers and not nonfinite and not layers.issuperset(segments[group])
         absent = [name for name in names if segment_of(name) not in layers] if missing else []
-        whole = key not in view.values and f"{key}_nonfinite" not in view.values and bool(names)
+        whole = key not in view.values and not nonfinite and bool(names)
         finding = Finding(hard(whole or bool(absent)), key, view.get(key), instance=group)
         part, tensors = "the group" if whole else "part of the group", f": {list_names(absent)}" if absent else ""
         yield finding.says("{} {} has been without a gradient, so it is not trained{}", part, group, tensors)

@@ -4,7 +4,7 @@ The outcome depends only on the records, so a journal gives the same verdict as 
 an update. Without returns it follows the return in evaluation or the mean reward; if all returns are equal, the success rate or the length.
 
 - failed: the run ended with an exception, as failed or killed; or numbers are non-finite in each of its last `FAILED_RECORDS` records
-  and it has not learned;
+  and it has not learned, or returns are non-finite too;
 - too short to tell: fewer than `MIN_EPISODES` episodes or `MIN_BLOCKS` blocks (`MIN_SPREAD_BLOCKS` if updates report the spread of their
   episodes), unless the updates show a clear trend, as a few long episodes may, or a mean over the last hundred episodes drifts (`Drift`);
   for a flat curve, fewer than `MIN_FLAT_UPDATES` updates or `MIN_FLAT_EPISODES` episodes (`MIN_ENDED_UPDATES` and `MIN_ENDED_EPISODES` if
@@ -236,7 +236,7 @@ class OutcomeJudge:
         self._env_step = 0
         self._episodes, self._counted, self._all_cut_off = 0.0, False, True
         self._per_return = BLOCK_EPISODES if self._facts.reported_returns else 1  # a script prints means of its own
-        self._nonfinite = self._nonfinite_since = 0
+        self._nonfinite = self._nonfinite_since = self._nonfinite_returns = 0
         self._passed_since: int | None = None
         self._ending, self._ended = "", False
         self._candidate: Candidate | None = None
@@ -296,6 +296,7 @@ class OutcomeJudge:
         if nonfinite is not None:
             self._nonfinite = self._nonfinite + 1 if nonfinite > 0 else 0
             self._nonfinite_since = update if self._nonfinite == 1 else self._nonfinite_since
+            self._nonfinite_returns = self._nonfinite_returns + 1 if values.get(f"{RETURN}_nonfinite", 0.0) > 0 else 0
         self._add_episodes(record)
         if EVALUATION in values:
             self._put(EVALUATION, values[EVALUATION], values.get(EVALUATION_COUNT, BLOCK_EPISODES), update)
@@ -398,7 +399,7 @@ class OutcomeJudge:
         if self._ending:
             before = "" if outcome.kind is OutcomeKind.TOO_SHORT else outcome.text
             return replace(outcome, kind=OutcomeKind.FAILED, text=f"failed: {self._ending.rstrip('.')}", before=before)
-        if self._nonfinite >= FAILED_RECORDS and outcome.kind not in GOOD:
+        if self._nonfinite >= FAILED_RECORDS and (outcome.kind not in GOOD or self._nonfinite_returns >= FAILED_RECORDS):
             text = f"failed: numbers have been NaN or infinite since update {since:,}"
             return replace(outcome, kind=OutcomeKind.FAILED, text=text, since=since)
         return outcome
