@@ -444,8 +444,8 @@ def _terms(
     if policy is not None:
         sign = -1 if policy.inverted or kind_of(policy.edge.node) in NEGATIVE_LIKELIHOODS else 1
         # the slopes do not depend on the log-probabilities, so unknown ones may be 0
-        source = torch.zeros_like(policy.advantages) if policy.log_probs is None else sign * policy.log_probs
-        policy_loss = lambda leaf: TERMS["policy"].of(rows(log_probs=sign * leaf))
+        likelihoods = torch.zeros_like(policy.advantages) if policy.log_probs is None else sign * policy.log_probs
+        source, policy_loss = likelihoods, lambda leaf: TERMS["policy"].of(rows(log_probs=sign * leaf))
         if policy.log_ratio is not None:
             source, policy_loss = ((sign * policy.log_ratio).exp(), lambda leaf: TERMS["policy"].of(rows(log_ratio=sign * leaf.log())))
         sources["policy"], weights["policy"] = (policy.edge, source, policy_loss), policy.weight / scale
