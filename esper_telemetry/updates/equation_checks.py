@@ -102,6 +102,8 @@ def _environments(rollout: RolloutEnd | RolloutActions, facts: Facts) -> Equatio
         assert observations is not None
         inputs, vectors = checksums(observations), informative(observations)
     (head,) = rollout.actions.values() if len(rollout.actions) == 1 else (None,)
+    limits = rollout.time_limits if isinstance(rollout, RolloutEnd) else None
+    terminated = rollout.terminated if isinstance(rollout, RolloutEnd) else None  # as the trainer sees it
     return check_environments(
         inputs,
         ended=rollout.ended,
@@ -109,7 +111,7 @@ def _environments(rollout: RolloutEnd | RolloutActions, facts: Facts) -> Equatio
         rewards=rollout.rewards if transitions is None else transitions.rewards,
         raw_rewards=rollout.raw_rewards if isinstance(rollout, RolloutEnd) else None,
         trained=rollout.rewards,
-        terminated=rollout.terminated if isinstance(rollout, RolloutEnd) else None,
+        terminated=terminated if limits is None else rollout.ended & ~limits,
         informative=vectors,
         outcomes=None if transitions is None else transitions.outcomes,
         observations=observations,
