@@ -177,6 +177,29 @@ def test_an_environment_of_any_form_is_found_from_its_first_step_on(form: str) -
     assert results == act(form, steps=8)
 
 
+def push(seen: np.ndarray, force: np.ndarray, clock: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    moved = seen + np.concatenate([force, force], 1)
+    return moved, force[:, 0] - 0.5 * clock, clock == LIMIT
+
+
+def test_noise_shows_the_environment_of_a_policy_of_plain_tensors() -> None:
+    """The actions are no choice that is known: they are the argument that is no observation."""
+    weights, seen, clock, paid, forces = torch.ones(2, 1), np.zeros((3, 2), np.float32), np.zeros(3, int), [], []
+    with tapped() as listener:
+        for _ in range(6):
+            forces.append((torch.from_numpy(seen) @ weights + torch.randn(3, 1)).numpy())
+            clock = clock % LIMIT + 1
+            seen, rewards, _ = push(seen, forces[-1], clock)
+            paid.append(rewards)
+        torch.randn(1)
+
+    taken = observed(listener.environments)
+    np.testing.assert_allclose(taken.rewards, np.stack(paid), rtol=1e-6)
+    assert taken.ended.tolist() == [[step % LIMIT == 3] * 3 for step in range(6)]
+    assert taken.received is not None
+    np.testing.assert_array_equal(taken.received.reshape(6, 3), np.stack(forces)[..., 0])
+
+
 @pytest.mark.parametrize("form", ["methods", "dictionary", "generator", "new object", "generators"])
 def test_episodes_that_the_program_ends_itself_are_counted(form: str) -> None:
     with tapped() as listener:

@@ -13,7 +13,7 @@ import gc
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from inspect import CO_GENERATOR, unwrap
 from pathlib import Path
 from sysconfig import get_paths
@@ -248,16 +248,17 @@ class EnvironmentSearch:
         if not self._tapped:
             return
         is_generator = bool(call.code.co_flags & CO_GENERATOR)
+        name = call.action or ("" if is_generator else _other_argument(call.arguments, call.result))
         for function in self._tapped:
             own = None if method is not None else function
-            step = functools.partial(self._step, action=call.action, code=call.code, env=own)
+            step = functools.partial(self._step, action=name, code=call.code, env=own)
             self._patches.replace_code(function, wrapping(self._generator) if is_generator else step)
         env = self._tapped[0] if method is None else method[0]
         if is_generator:
             env = self._replace_generators(call)
             if env is None:
                 return  # the next one that the function makes is tapped
-        action = call.arguments.get(call.action, locals_of(call.frame).get(call.action))
+        action = call.arguments.get(name, locals_of(call.frame).get(name))
         script.after_env_step(env, call.result, action, foreign=True)
         self._adopted, self._adopted_steps = call.code, script.environments.steps
         if method is not None:
@@ -364,6 +365,16 @@ class ObservedGenerator(Generator[Any, Any, Any]):
     def close(self) -> None:
         """Close the generator."""
         self._generator.close()
+
+
+def _other_argument(arguments: Mapping[str, Any], result: Sequence[Any]) -> str:
+    """Return the first argument of a step that has numbers, but not of the shape of its observation; empty without one."""
+    seen = as_numbers(result[0])
+    for name, value in arguments.items():
+        numbers = as_numbers(value) if isinstance(value, NUMBERS) else None
+        if numbers is not None and (seen is None or numbers.shape != seen.shape):
+            return name
+    return ""
 
 
 def is_own_object(value: object) -> bool:

@@ -222,6 +222,10 @@ class Taps:
                 if script.distributions.has_tokens and probs.dim() == 2 and choice.numel() == len(probs):
                     script.distributions.add_tokens(choice, probs.log().clamp(min=torch.finfo(probs.dtype).min))
 
+        def noise(_: ScriptListener, __: Any, *___: Any, **____: Any) -> None:
+            if self._search is not None:  # a policy of plain tensors adds it to its means
+                self._after_network()
+
         def largest(_: ScriptListener, index: Any, *__: Any, **___: Any) -> None:
             if self._search is not None:
                 self._search.add_choice(index)
@@ -254,6 +258,8 @@ class Taps:
             for name in ("multinomial", "bernoulli"):
                 self._patches.replace(owner, name, wrapping(functools.partial(self._asked, drawn)))
             self._patches.replace(owner, "argmax", wrapping(functools.partial(self._asked, largest)))
+        for name in ("randn", "randn_like", "normal"):
+            self._patches.replace(torch, name, wrapping(functools.partial(self._asked, noise)))
         for kind in (torch.nn.Linear, torch.nn.Conv2d):
             self._patches.replace(kind, "forward", self._layer)
         for kind in (torch.nn.LSTM, torch.nn.RNNCellBase):
