@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from tapping import tapped
 from torch import Tensor, nn
 
 from esper_telemetry.adapters.script.acting import Acting, ActingLog, TrainedRows
@@ -160,3 +161,24 @@ def test_states_of_a_recurrent_cell_are_those_before_each_step(kind: type[nn.RNN
     assert (recorded is not None) is is_known
     if recorded is not None:
         assert torch.equal(recorded.states, states[:STEPS].unsqueeze(1))
+
+
+class Noisy(nn.Module):
+    """A policy that a script compiles, with functions of torch that are replaced while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(INPUTS, 2)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Actions of noisy scores."""
+        scores = self.layer(states)
+        return torch.argmax(scores + torch.randn_like(scores), -1) + torch.multinomial(scores.softmax(-1), 1)[:, 0]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torchscript_compiles_what_a_script_calls() -> None:
+    with tapped():
+        compiled = torch.jit.script(Noisy())
+        assert compiled(torch.randn(STEPS, INPUTS)).shape == (STEPS,)
+    assert torch.jit.script(Noisy())(torch.randn(STEPS, INPUTS)).shape == (STEPS,)

@@ -72,13 +72,20 @@ def wrapping(function: Callable[..., Any]) -> Wrap:
     """Return how `Patches` wraps a function: `function` is called with the replaced one and its arguments, and returns the result."""
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
         def wrapped(*args: Any, **options: Any) -> Any:
             return function(original, *args, **options)
 
-        return wrapped
+        if isinstance(original, FunctionType):  # TorchScript compiles the original's source with the globals of what it finds
+            wrapped = FunctionType(wrapped.__code__, original.__globals__, original.__name__, None, wrapped.__closure__)
+        return functools.wraps(original)(wrapped)
 
     return wrap
+
+
+def _operators() -> dict[int, str]:
+    """Operators by the ids of their functions, in torch's table, by which TorchScript compiles calls; empty if torch has no such table."""
+    table: dict[int, str] = getattr(sys.modules.get("torch.jit._builtins"), "_get_builtin_table", dict)()
+    return table
 
 
 class Patches:
@@ -97,6 +104,9 @@ class Patches:
         wrapped.tapped = True  # type: ignore[attr-defined]  # so that nothing is wrapped twice
         self._replaced.append((owner, name, original, own))
         setattr(owner, name, wrapped)
+        operators = _operators()
+        if id(original) in operators:
+            operators[id(wrapped)] = operators[id(original)]
 
     def replace_code(self, function: FunctionType, wrap: Wrap) -> None:
         """Wrap a function for everybody who holds it, even a frame or a cell: its code becomes a call of the wrapped function."""
@@ -122,6 +132,8 @@ class Patches:
     def undo_last(self) -> None:
         """Put the function back that was replaced last."""
         owner, name, original, own = self._replaced.pop()
+        if getattr(vars(owner).get(name), "tapped", False):
+            _operators().pop(id(vars(owner)[name]), None)  # another object may get this id
         if own:
             setattr(owner, name, original)
         else:

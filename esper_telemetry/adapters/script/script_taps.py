@@ -261,7 +261,7 @@ class Taps:
         for name in ("randn", "randn_like", "normal"):
             self._patches.replace(torch, name, wrapping(functools.partial(self._asked, noise)))
         for kind in (torch.nn.Linear, torch.nn.Conv2d):
-            self._patches.replace(kind, "forward", self._layer)
+            self._patches.replace(kind, "forward", wrapping(self._layer))
         for kind in (torch.nn.LSTM, torch.nn.RNNCellBase):
             self._patches.replace(kind, "__init__", self._observed(self._tap_modules))
         before = optimizer.register_optimizer_step_pre_hook(before_step)
@@ -307,25 +307,21 @@ class Taps:
 
         return taken
 
-    def _layer(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _layer(self, forward: Callable[..., Any], layer: Any, inputs: Any) -> Any:
         def called(script: ScriptListener, layer: Any, inputs: Any, output: Any) -> None:
             if getattr(layer, "out_features", math.inf) <= MAX_HEAD_OUTPUTS:  # no convolution
                 script.estimates.add(layer, output)
             if script.acting.add(layer, inputs, has_graph=output.requires_grad):
                 script.before_acting(inputs)
 
-        @functools.wraps(forward)
-        def passed(layer: Any, inputs: Any) -> Any:
-            output = forward(layer, inputs)
-            if self.traces and not _compiling():
-                if self._searches:
-                    self.call(lambda script: self._search_environments(script))
-                if self._search is not None:
-                    self._after_network()
-                self._call_briefly(lambda script: called(script, layer, inputs, output))
-            return output
-
-        return passed
+        output = forward(layer, inputs)
+        if self.traces and not _compiling():
+            if self._searches:
+                self.call(lambda script: self._search_environments(script))
+            if self._search is not None:
+                self._after_network()
+            self._call_briefly(lambda script: called(script, layer, inputs, output))
+        return output
 
     def _after_network(self, choice: Any = None) -> None:
         """The network has been called, or has made a `choice`: an environment may be stepped next."""
