@@ -182,3 +182,17 @@ def test_torchscript_compiles_what_a_script_calls() -> None:
         compiled = torch.jit.script(Noisy())
         assert compiled(torch.randn(STEPS, INPUTS)).shape == (STEPS,)
     assert torch.jit.script(Noisy())(torch.randn(STEPS, INPUTS)).shape == (STEPS,)
+
+
+def test_a_compiled_policy_stays_one_graph() -> None:
+    layer = nn.Linear(INPUTS, 2)
+
+    def act(states: Tensor) -> Tensor:
+        policy = torch.distributions.Normal(layer(states), 1.0)
+        log_probs: Tensor = policy.log_prob(policy.sample() + torch.randn(STEPS, 2))
+        return log_probs
+
+    torch._dynamo.reset()
+    with tapped():
+        compiled = torch.compile(act, backend="eager", fullgraph=True)  # raises if torch cannot trace all of it
+        assert compiled(torch.randn(STEPS, INPUTS)).requires_grad

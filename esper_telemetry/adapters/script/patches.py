@@ -77,6 +77,7 @@ def wrapping(function: Callable[..., Any]) -> Wrap:
 
         if isinstance(original, FunctionType):  # TorchScript compiles the original's source with the globals of what it finds
             wrapped = FunctionType(wrapped.__code__, original.__globals__, original.__name__, None, wrapped.__closure__)
+            wrapped._torchdynamo_inline = original  # type: ignore[attr-defined]  # what `torch.compile` traces instead
         return functools.wraps(original)(wrapped)
 
     return wrap
