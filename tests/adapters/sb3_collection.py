@@ -136,7 +136,7 @@ class ClippedRewards(RolloutBuffer):
     """Clips rewards when they are stored, including rewards that contain the value after a time limit."""
 
     def add(self, obs: Any, action: Any, reward: Any, *rest: Any, **named: Any) -> None:
-        super().add(obs, action, np.clip(reward, -1, 1), *rest, **named)
+        super().add(obs, action, np.clip(reward, -10, 10), *rest, **named)
 
 
 class ScaledRewards(RolloutBuffer):
