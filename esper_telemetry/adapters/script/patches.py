@@ -75,7 +75,8 @@ def wrapping(function: Callable[..., Any]) -> Wrap:
         def wrapped(*args: Any, **options: Any) -> Any:
             return function(original, *args, **options)
 
-        if isinstance(original, FunctionType):  # TorchScript compiles the original's source with the globals of what it finds
+        # TorchScript compiles torch's source with the globals of what it finds; a program's globals would make this a frame of the program
+        if isinstance(original, FunctionType) and original.__module__.partition(".")[0] == "torch":
             wrapped = FunctionType(wrapped.__code__, original.__globals__, original.__name__, None, wrapped.__closure__)
             wrapped._torchdynamo_inline = original  # type: ignore[attr-defined]  # what `torch.compile` traces instead
         return functools.wraps(original)(wrapped)
