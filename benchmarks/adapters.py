@@ -3,15 +3,13 @@ rl_games, RLlib, TorchRL, TRL and verl.
 
     python benchmarks/adapters.py                        # all models except trl that are installed, forty turns; half an hour
     python benchmarks/adapters.py ppo --turns 80
-    python benchmarks/adapters.py skrl --busy            # with a loop on the other core in all turns
     python benchmarks/adapters.py rsl_rl rsl_rl_lstm skrl rl_games rllib torchrl torchrl_pendulum
     python benchmarks/adapters.py rsl_rl_cuda            # on a GPU
     python benchmarks/adapters.py trl --turns 5          # a language model of 105 million parameters; a quarter of an hour
 
 Telemetry runs at NORMAL with TensorBoard, W&B (offline) and MLflow, if they are installed. Each model has its own process with one torch
 thread, and trains in turns with and without telemetry: a second or two, or 16 updates for `trl`. Two processes with the same work would
-differ by more than the effect. Two cores of a virtual machine may share parts of one physical core, where work on the other one slows the
-training thread, bare or not: `--busy` keeps the other core busy in all turns, so that only the thread's own work makes a difference.
+differ by more than the effect.
 Figures are medians of the turns' ratios, with the quartiles. `thread` is the processor time of the training thread, the slowdown of
 training; `process` is the time of all threads of the process. The worker and the sink process run on another core.
 """
@@ -361,18 +359,11 @@ def train(name: str, count: int, *, backends: bool) -> dict[str, list[turns.Figu
     return figures
 
 
-LOOP = "import os; os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nwhile True: pass"
-"""Program that takes the time that nothing else wants."""
-
-
-def compare(name: str, count: int, *, backends: bool, busy: bool) -> dict[str, Any]:
-    """Return the figures of one model, measured in a separate process; `busy` keeps the other core busy."""
+def compare(name: str, count: int, *, backends: bool) -> dict[str, Any]:
+    """Return the figures of one model, measured in a separate process."""
     command = [sys.executable, "-W", "ignore", __file__, "--alone", name, "--turns", str(count)]
     command += [] if backends else ["--no-backends"]
-    with contextlib.ExitStack() as stack:
-        if busy:
-            stack.callback(subprocess.Popen([sys.executable, "-c", LOOP]).kill)
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     figures = json.loads(done.stdout.splitlines()[-1])
     return {
         "model": name,
@@ -386,7 +377,6 @@ def main() -> None:
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"{', '.join(NAMES)}; all but {LANGUAGE_MODEL} by default")
     parser.add_argument("--turns", type=int, default=40, help="of both")
     parser.add_argument("--no-backends", action="store_true", help="write the journal alone")
-    parser.add_argument("--busy", action="store_true", help="keep the other core busy in all turns (Linux)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there, too")
     parser.add_argument("--save", action="store_true", help="put the ratios into docs/benchmarks.json")
     parser.add_argument("--alone", help=argparse.SUPPRESS)
@@ -406,7 +396,7 @@ def main() -> None:
         if missing := [package for package in PACKAGES[name] if importlib.util.find_spec(package) is None]:
             print(f"{name:>16} left out: {missing[0]} is not installed", flush=True)
             continue
-        row = compare(name, options.turns, backends=not options.no_backends, busy=options.busy)
+        row = compare(name, options.turns, backends=not options.no_backends)
         rows.append(row)
         print(f"{name:>16} {row['seconds']:7.2f} {row['thread']!s:>22} {row['process']!s:>22} {row['wall']!s:>22}", flush=True)
     for table, figure, chosen in (
@@ -414,7 +404,7 @@ def main() -> None:
         ("adapters_gpu", "wall", [row for row in rows if "cuda" in row["model"]]),
     ):
         if options.save and chosen:
-            suffix = (", no backends" if options.no_backends else "") + (", other core busy" if options.busy else "")
+            suffix = ", no backends" if options.no_backends else ""
             cells = [(f"`{row['model']}`, {options.turns} turns{suffix}", str(row[figure])) for row in chosen]
             save(table, [Row(what, ours, "no telemetry", str(MAX_RATIO)) for what, ours in cells])
     if options.json:

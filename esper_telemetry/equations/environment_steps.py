@@ -207,7 +207,7 @@ def check_environments(
 def _opposite_share(rewards: Tensor, raw: Tensor, *, can_shift: bool) -> float:
     """Return the share of rewards whose sign differs from all those before wrappers; 0 if these have both signs themselves.
 
-    It is 0, too, for rewards that are only scaled and shifted, where that `can_shift` no episode's return against another's.
+    With `can_shift`, a shift adds the same sum to each episode's return, so it is 0, too, for rewards that are only scaled and shifted.
     """
     signs = raw.sign()
     paid = signs != 0
@@ -219,12 +219,12 @@ def _opposite_share(rewards: Tensor, raw: Tensor, *, can_shift: bool) -> float:
 
 
 def _is_line(rewards: Tensor, raw: Tensor) -> bool:
-    """Return True if rewards are others that were scaled and shifted."""
+    """Return True if rewards are the raw ones, only scaled and shifted."""
     return float(torch.corrcoef(torch.stack([rewards.to(raw).flatten(), raw.flatten()]))[0, 1]) > SHIFTED
 
 
 def _cut_share(trained: Tensor, raw: Tensor) -> float:
-    """Return the share of rewards at one limit of those in training, if the others of the environments differ much there; 0 otherwise."""
+    """Return the share of the rewards in training that are at one limit, if the raw ones differ much in these steps; 0 otherwise."""
     trained, raw = trained.double().flatten(), raw.to(trained.device).double().flatten()
     if _is_line(trained, raw):
         return 0.0
@@ -233,8 +233,10 @@ def _cut_share(trained: Tensor, raw: Tensor) -> float:
     shares = [0.0]
     for at_limit, sign in ((trained <= low + distance, 1.0), (trained >= high - distance, -1.0)):
         there, others = sign * raw[at_limit], sign * raw[~at_limit]
+        if len(there) < MIN_FROZEN_STEPS:  # none are at the limit if a reward is NaN
+            continue
         is_beyond = not len(others) or bool(there.max() <= others.min())
-        if len(there) >= MIN_FROZEN_STEPS and is_beyond and bool(there.std() > CUT_SPREAD * raw.std()):
+        if is_beyond and bool(there.std() > CUT_SPREAD * raw.std()):
             shares.append(len(there) / len(trained))
     return max(shares)
 

@@ -166,6 +166,10 @@ class Course(NamedTuple):
 
 
 KINDS: Mapping[str, list[tuple[Course, OutcomeKind]]] = {
+    "Numbers are not finite in a run that learns, and in one whose returns are not finite either": [
+        (Course(UP, more=NONFINITE), OutcomeKind.LEARNING),
+        (Course(UP, more={**NONFINITE, "episode/return_mean_nonfinite": 3.0}), OutcomeKind.FAILED),
+    ],
     "Seven updates with a rise and 19 without one are too few": [
         (Course(np.arange(7.0)), OutcomeKind.TOO_SHORT),
         (Course(np.arange(10.0)), OutcomeKind.LEARNING),

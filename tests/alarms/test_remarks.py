@@ -313,6 +313,15 @@ def test_an_actor_without_a_gradient_may_have_decided_by_steps_that_were_too_lar
     assert "become deterministic" in text(0.001) and "Check that advantages vary" in text(0.6)
 
 
+def test_a_layer_whose_gradient_is_not_finite_is_not_without_one() -> None:
+    gone = dict.fromkeys(("grad/actor/norm_preclip", "grad/layer/heads_op_weight/norm", "grad/head/op/norm"))
+
+    def missing(changes: Mapping[str, Number]) -> bool:
+        return "grad/missing_group" in {alarm.type for alarm in alarms(judged(run(12, set_to(changes), since=1)))}
+
+    assert missing(gone) and not missing({**gone, "grad/actor/norm_preclip_nonfinite": 2.0})
+
+
 def test_ratios_of_all_pairs_are_to_be_given_one_shape() -> None:
     facts = {**FACTS, "loss_pairs": True}
     (raised,) = alarms(judged(run(3, set_to({"integrity/ratio_init": 0.5}), since=1), facts), AlarmEvent.RAISE)

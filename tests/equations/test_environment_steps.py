@@ -103,6 +103,7 @@ RARE = -COSTS.round() * (torch.arange(ENVS) == 0)
         (COSTS, (COSTS / 8.0).clip(-1.0, 1.0), False),
         (COSTS, COSTS + 1.0, False),
         (RARE, RARE.sign(), False),
+        (COSTS, COSTS * torch.nan, False),
     ],
 )
 def test_most_rewards_are_cut_off_at_a_limit(raw: Tensor, trained: Tensor, is_wrong: bool) -> None:

@@ -403,6 +403,18 @@ def test_ratios_of_all_pairs_of_log_probabilities_are_seen(ratio: Callable[[Tens
     assert len(reading.policy.advantages) == ROWS
 
 
+def test_a_policy_gradient_of_a_density_of_several_terms_is_read() -> None:
+    """The graph does not keep the sum of the terms, here of a squashed Gaussian."""
+    layer, log_std, advantages = nn.Linear(3, 1), nn.Parameter(torch.zeros(1)), torch.randn(ROWS)
+    drawn = torch.randn(ROWS, 1)
+    density = -0.5 * ((drawn - layer(torch.randn(ROWS, 3))) / log_std.exp()) ** 2 - log_std - torch.log(1 - torch.tanh(drawn) ** 2)
+
+    reading = read_loss(-(density.sum(-1) * advantages).mean())
+
+    assert reading is not None and reading.policy is not None and reading.policy.log_probs is None
+    assert torch.equal(reading.policy.advantages, advantages)
+
+
 @pytest.mark.parametrize("flat", [False, True])
 def test_products_of_all_pairs_of_log_probabilities_and_advantages_are_seen(flat: bool) -> None:
     """Of a policy gradient: [N, 1] times [N] is [N, N], and normalised advantages leave nothing of its mean."""

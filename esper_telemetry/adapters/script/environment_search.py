@@ -368,7 +368,7 @@ class ObservedGenerator(Generator[Any, Any, Any]):
 
 
 def _other_argument(arguments: Mapping[str, Any], result: Sequence[Any]) -> str:
-    """Return the first argument of a step that has numbers, but not of the shape of its observation; empty without one."""
+    """Return the first argument of a step that has numbers of another shape than its observation; empty without one."""
     seen = as_numbers(result[0])
     for name, value in arguments.items():
         numbers = as_numbers(value) if isinstance(value, NUMBERS) else None
