@@ -188,7 +188,7 @@ def test_a_compiled_policy_stays_one_graph() -> None:
     layer = nn.Linear(INPUTS, 2)
 
     def act(states: Tensor) -> Tensor:
-        policy = torch.distributions.Normal(layer(states), 1.0)
+        policy = torch.distributions.Normal(layer(states), 1.0, validate_args=False)  # as `torch.compile` sets it, once in a process
         log_probs: Tensor = policy.log_prob(policy.sample() + torch.randn(STEPS, 2))
         return log_probs
 
