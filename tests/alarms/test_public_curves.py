@@ -16,10 +16,8 @@ from esper_telemetry.core.record import Axes, Record, RunStatus
 
 GOAL: Final = 0.95
 MISSES: Final = {
-    "trpo-Walker2d-v3_1": "converged",
     "ppo-Walker2DBulletEnv-v0_1": "converged",
     "td3-TD3_InvertedDoublePendulum-v1_2": "flat",
-    "exploration-ES-InvertedDoublePendulum-v2-122816": "converged",
     "exploration-PPO-Swimmer-v2-794018 (first 15%)": "too short to tell",
     "a2c-BeamRiderNoFrameskip-v4_1 (first 15%)": "flat",
     "ppo-AsteroidsNoFrameskip-v4_1 (rows 20 to 38)": "flat",

@@ -73,7 +73,7 @@ FIRST_LENGTHS: Final = 2.0
 LOST_SHARE: Final = 0.5
 STABLE_SHARE: Final = 1 / 3
 STABLE_BAND: Final = 0.2
-"""Share of the rise within which a stable level stays, and which a return above the first rollouts must lose to decline."""
+"""Share of the rise that a return above the first rollouts must lose to decline."""
 MIN_STABLE_BLOCKS: Final = 8
 MAX_STABLE_CHANGE: Final = 0.1
 STABLE_ERRORS: Final = 3.0
@@ -520,17 +520,18 @@ def course_of(values: Array, noise: Noise) -> OutcomeKind:
 
 
 def stable_from(values: Array, noise: Noise) -> int | None:
-    """Return the index of the block after which all levels stay near the last one; None if the series still changes at its end.
+    """Return the index of the block after which all levels stay near that of the last third; None if the series still changes at its end.
 
-    It still changes if a straight line through its last blocks rises or falls by `MAX_STABLE_CHANGE` of the rise, and by
-    `STABLE_ERRORS` standard errors. A change that is not known to `MAX_STABLE_ERROR` of the rise does not show a stable level.
+    Near is within `MAX_STABLE_CHANGE` of the rise, and noise. A series still changes if a straight line through its last blocks rises or
+    falls by `MAX_STABLE_CHANGE` of the rise, and by `STABLE_ERRORS` standard errors. A change that is not known to `MAX_STABLE_ERROR` of
+    the rise does not show a stable level.
     """
     count, width = len(values), max(3, math.ceil(len(values) / 10))
     last = values[-max(MIN_STABLE_BLOCKS, math.ceil(STABLE_SHARE * count)) :]
     levels = smoothed(values, width)
     height = float(np.max(levels) - np.mean(values[:width]))
-    band = STABLE_BAND * height + noise.scale / math.sqrt(width)
-    outside = np.flatnonzero(np.abs(levels - np.mean(values[-max(3, math.ceil(count / 15)) :])) > band)
+    band = MAX_STABLE_CHANGE * height + noise.scale / math.sqrt(width)
+    outside = np.flatnonzero(np.abs(levels - np.mean(last)) > band)
     begin = int(outside[-1]) + 1 if len(outside) else 0
     time = np.arange(len(last)) - (len(last) - 1) / 2
     slope = float(time @ last) / float(time @ time)
