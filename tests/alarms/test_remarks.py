@@ -227,6 +227,14 @@ def test_minibatches_are_counted_in_rows() -> None:
     assert [item.name for item in outside_settings(facts)] == ["minibatch_size"]
 
 
+@pytest.mark.parametrize(("rate", "names"), [(0.01, []), (0.03, ["learning_rate"])])
+def test_a_policy_gradient_without_a_clip_range_may_have_a_larger_rate(rate: float, names: list[str]) -> None:
+    facts = {"learning_rate": rate, "num_epochs": 1}
+
+    assert [item.name for item in outside_settings(Facts.of(facts))] == names
+    assert [item.name for item in outside_settings(Facts.of({**facts, "clip": 0.2}))] == ["learning_rate"]
+
+
 def test_a_remark_is_no_alarm_and_diagnose_lists_it() -> None:
     facts = {**FACTS, "learning_rate": 0.1}
     verdict = diagnose(facts, run(10))

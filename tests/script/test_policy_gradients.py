@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from mistakes.corpus import BY_NAME, CHANGES, PROGRAMS, Edit, edited
-from test_script_runs import check
+from test_script_runs import check, telemetry_lines, with_telemetry
 
 PROGRAM = (PROGRAMS / "policy_gradient.py").read_text()
 BONUS = ("loss = actor_loss + 0.5 * critic_loss", "loss = actor_loss + 0.5 * critic_loss + 0.01 * features[0].weight.cosh().mean()")
@@ -35,6 +35,17 @@ def test_sums_of_rewards_are_a_variant_and_values_do_not_apply(tmp_path: Path) -
     assert (rows["advantages"]["state"], names(rows["advantages"])) == ("variant", ["alone"])
     assert {rows[name]["reason"] for name in ("values", "returns", "value_loss")} == {"the program has no critic"}
     assert not differing(rows)
+
+
+def test_the_first_line_speaks_of_policy_losses_and_misses_no_episodes(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM)
+
+    result = with_telemetry(tmp_path, str(script), "--env-id", "CartPole-v1")
+
+    line = next(line for line in telemetry_lines(result) if "found" in line)
+    assert "policy losses" in line and "distributions" in line
+    assert "probability ratios" not in line and "not found" not in line
 
 
 @pytest.mark.parametrize("edits", [(), (BONUS,)])

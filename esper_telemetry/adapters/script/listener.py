@@ -72,7 +72,7 @@ DEFAULT_GAMMA = 0.99
 
 GRADIENTS = "gradients"
 CLIPPED_GRADIENTS = "gradients before and after clipping"
-RATIOS = "probability ratios"
+RATIOS, POLICY_LOSSES = "probability ratios", "policy losses"
 ROLLOUTS, DISTRIBUTIONS, LOSSES, EPISODES, MEMORY = "rollouts", "distributions", "losses", "episodes", "memory"
 SCALARS = "scalars"
 
@@ -179,7 +179,9 @@ class ScriptListener:
     @property
     def missing(self) -> list[str]:
         """Descriptions of the parts of an update that were searched for but are not measured."""
-        wanted = [GRADIENTS, RATIOS, ROLLOUTS, DISTRIBUTIONS, LOSSES, EPISODES, *([MEMORY] if self.lstm_count else [])]
+        ratios = POLICY_LOSSES if POLICY_LOSSES in self.findings else RATIOS
+        episodes = [] if self.environments.steps else [EPISODES]  # none may have ended yet
+        wanted = [GRADIENTS, ratios, ROLLOUTS, DISTRIBUTIONS, LOSSES, *episodes, *([MEMORY] if self.lstm_count else [])]
         return [what for what in wanted if not any(finding.startswith(what) for finding in self.findings)]
 
     @property
@@ -642,6 +644,8 @@ class ScriptListener:
         self._emit_episodes(finished)
         lstm, acting = self.lstm.take(finder.steps, finder.envs), self.acting.take(finder.steps, finder.envs)
         self._minibatches.begin_rollout(rollout, observations, acting, heads)
+        if heads.logits or heads.means:
+            self.findings[DISTRIBUTIONS] = None
         if rollout is None:
             if actions is not None or not recorded.announced:
                 self.hooks.emit(UpdateStart(self.updates + 1, self._env_step, actions))
@@ -754,7 +758,7 @@ class ScriptListener:
         heads = reading.heads
         if not (heads.logits or heads.means) and reading.logits is not None and len(reading.logits) == count:
             heads = HeadColumns(logits={HEAD: reading.logits})
-        self.findings[RATIOS] = None
+        self.findings[POLICY_LOSSES if policy.log_ratio is None else RATIOS] = None
         if heads.logits or heads.means:
             self.findings[DISTRIBUTIONS] = None
         indices = [*self.indices.take(count), *variables.indices(count)]

@@ -60,6 +60,9 @@ PUBLISHED: Final[Mapping[str, PublishedRange]] = {
 INITIAL_STD: Final = PublishedRange(*("initial standard deviation", 0.037, 0.14, 1.0, 1.0, 1.0), example=f"{CAR}; CleanRL, RSL-RL")
 """Of 67 configurations with continuous actions, in the units of the network's actions; bounds of the actions change it."""
 
+POLICY_GRADIENT_RATE: Final = 0.01
+"""Learning rate of REINFORCE in PyTorch's own examples, where each row is used once."""
+
 TOLERANCE: Final = 0.02  # relative distance beyond the end of a range that counts as rounding
 
 MIN_SEEN_SHARE: Final = 0.01
@@ -95,6 +98,8 @@ def settings_of(facts: Facts) -> dict[str, float]:
     if facts.clip is None and facts.num_epochs == 1:  # as A2C, whose rollouts are smaller than those of PPO
         settings.pop("rollout_size", None)
         settings.pop("minibatch_size", None)
+        if settings.get("learning_rate", 0.0) <= POLICY_GRADIENT_RATE:
+            settings.pop("learning_rate", None)
     return settings
 
 
