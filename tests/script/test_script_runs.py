@@ -322,6 +322,19 @@ def test_a_script_in_one_piece_with_memory(tmp_path: Path) -> None:
     assert run.info.facts["policy"] == "lstm"
 
 
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ((", next_lstm_state = agent.get_action_and_value(next_obs", ", _ = agent.get_action_and_value(next_obs"), "memory_empty"),
+        (("(initial_lstm_state[0][:, mbenvinds], ", "(0 * initial_lstm_state[0][:, mbenvinds], 0 * "), "memory_zero"),
+    ],
+)
+def test_a_memory_that_is_empty_in_acting_or_at_the_start_of_training(tmp_path: Path, change: tuple[str, str], name: str) -> None:
+    rows = check(tmp_path, edited((SCRIPTS / "lstm.py").read_text(), (change,)), updates=3)
+
+    assert [one["hypothesis"] for one in rows["replayed_log_probs"]["explanations"]] == [name]
+
+
 def test_a_script_without_a_vector_environment(tmp_path: Path) -> None:
     """Continuous actions, no clipping, everything in a class. The time limit ends the episodes."""
     script = str(SCRIPTS / "gaussian.py")

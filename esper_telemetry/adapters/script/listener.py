@@ -653,6 +653,8 @@ class ScriptListener:
             seen = None if first is None else self._seen_difference(finder, first, acting, variables, observations)
             if seen is None and lstm is not None and lstm.trained_from_zero and bool(lstm.states[0].any()):
                 seen = "memory_zero"
+            elif seen is None and lstm is not None and not lstm.states[1:].any() and not rollout.ended[:-1].all():
+                seen = "memory_empty"
             self._emit_rollout(rollout, actions, lstm, seen, None if collected is None else collected.raw_rewards)
 
     def _found(
