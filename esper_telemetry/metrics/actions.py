@@ -286,6 +286,11 @@ class GaussianStats(MetricGroup, absent="no valid row"):
         .bounds(healthy="0.05 to 1", warn="< 0.03 in the first updates", source="published initial deviations: 0.037 and more")
         .absent("the action space is unbounded, or its bounds are beyond 1e6")
     )
+    reached: Mean | None = reports(
+        Metric.ratio("policy/head/{head}/range_reached", 187, "part of their range that actions reach")
+        .asks("How far is the smallest action of this head from the largest, if 1 is the distance between the bounds?")
+        .absent("the action space is unbounded, or its bounds are beyond 1e6")
+    )
     dimensions: Max | None = reports(
         Metric.count("policy/head/{head}/dimensions", 184, "dimensions of a continuous head")
         .asks("Over how many dimensions is this head's KL divergence summed?")
@@ -315,7 +320,7 @@ def gaussian_stats(
     """
     std = None if log_std is None else keep(*_columns(log_std.detach().double().exp(), valid if log_std.ndim > 1 else None))
     ranges = actions is not None and low is not None and high is not None
-    empty, used = _range_use(actions, low, high, valid) if ranges else (None, None)
+    empty, used, reached = _range_use(actions, low, high, valid) if ranges else (None, None, None)
     return GaussianStats(
         head=segment(head),
         std=None if std is None else std.mean(std.values),
@@ -323,6 +328,7 @@ def gaussian_stats(
         bound=None if actions is None or (low is None and high is None) else _at_bounds(actions, low, high, valid),
         empty=empty,
         used=used,
+        reached=reached,
         dimensions=None if std is None or log_std is None else Max(std.values.new_tensor(log_std.shape[-1])),
     )
 
@@ -342,8 +348,10 @@ MAX_RANGE = 1e6
 """Half of a range above which bounds only say that there are none."""
 
 
-def _range_use(actions: Any, low: Any, high: Any, valid: Tensor | None) -> tuple[Mean, Mean]:
-    """Return the share of dimensions with low = high, and the mean standard deviation of the actions over half their range."""
+def _range_use(actions: Any, low: Any, high: Any, valid: Tensor | None) -> tuple[Mean, Mean, Mean]:
+    """Return the share of dimensions with low = high, and means over the others: the standard deviation of the actions over half their
+    range, and the difference of the largest and the smallest over the range.
+    """
     rows = actions.detach().double().reshape(-1, actions.shape[-1])
     counted = (rows.abs() < math.inf).all(-1, keepdim=True)
     if valid is not None:
@@ -353,8 +361,12 @@ def _range_use(actions: Any, low: Any, high: Any, valid: Tensor | None) -> tuple
     mean = torch.where(counted, rows, 0.0).sum(0) / count
     std = (torch.where(counted, rows - mean, 0.0).square().sum(0) / count).sqrt()
     bounded = (half > 0) & (half <= MAX_RANGE) & counted.any()
-    share = torch.where(bounded, std / half.clamp(min=torch.finfo(half.dtype).tiny), 0.0)
-    return Mean((half <= 0).sum().double(), float(half.numel())), Mean(share.sum(), bounded.sum().double())
+    extent = (torch.where(counted, rows, -math.inf).amax(0) - torch.where(counted, rows, math.inf).amin(0)) / 2
+    used, reached = (
+        Mean(torch.where(bounded, size / half.clamp(min=torch.finfo(half.dtype).tiny), 0.0).sum(), bounded.sum().double())
+        for size in (std, extent)
+    )
+    return Mean((half <= 0).sum().double(), float(half.numel())), used, reached
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,12 +203,13 @@ def _actions(update: Update, rollout: RolloutEnd) -> Iterator[Measurement]:
         if head in context.previous_choices:
             choices = (actions[head], counted[head]), context.previous_choices[head]
             yield partial(_shift, head, logits.shape[-1], *choices)
+    for head, bounds in rollout.bounds.items():
+        if head in actions:
+            yield partial(gaussian_stats, head, actions=actions[head], low=bounds[0], high=bounds[1], valid=counted[head])
     for head, previous in context.mean_actions.items():
         bounds, log_std, valid = rollout.bounds.get(head), rollout.log_std.get(head), counted[head]
-        if bounds is not None:
-            yield partial(gaussian_stats, head, actions=actions[head], low=bounds[0], high=bounds[1], valid=valid)
-            if log_std is not None:
-                yield partial(spread_over_range, head, log_std, low=bounds[0], high=bounds[1], valid=valid)
+        if bounds is not None and log_std is not None:
+            yield partial(spread_over_range, head, log_std, low=bounds[0], high=bounds[1], valid=valid)
         if previous is not None and log_std is not None:
             std, count = log_std.exp(), previous.number
             moved = partial(gaussian_action_shift, head, actions[head], previous.mean, std)

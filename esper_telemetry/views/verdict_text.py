@@ -147,7 +147,7 @@ def findings(diagnosis: Diagnosis, untraced: Mapping[str, Sequence[str]] = {}) -
 def _unexplained(diagnosis: Diagnosis, untraced: Mapping[str, Sequence[str]]) -> Iterator[Element]:
     """Yield possible explanations of a run that failed, is flat, declines or is far below its goal.
 
-    These are what was not traced, remarks, unusual values, and inputs that were not measured.
+    These are remarks that hold of few correct runs, what was not traced, other remarks, unusual values, and inputs that were not measured.
     """
     is_open, verb = diagnosis.unexplained, OUTCOME_VERBS[diagnosis.outcome.kind]
     if diagnosis.unexplained:
@@ -156,8 +156,11 @@ def _unexplained(diagnosis: Diagnosis, untraced: Mapping[str, Sequence[str]]) ->
         yield h("p", f"Unexplained: the run {verb}, and {alarms}.")
     else:
         yield h("p", f"The run {verb}, and its alarms were over before its end.")
-    texts = [f"not traced, and so not checked: {', '.join(names)}: {reason}" for reason, names in untraced.items()]
-    texts += [f"update {data['update']}: {data['text']}" for data in diagnosis.shown_remarks]
+    rare, usual = (
+        [f"update {data['update']}: {data['text']}" for data in diagnosis.shown_remarks if _is_usual(data) is usual]
+        for usual in (False, True)
+    )
+    texts = [*rare, *(f"not traced, and so not checked: {', '.join(names)}: {reason}" for reason, names in untraced.items()), *usual]
     if texts:
         yield folded("What may explain it", items(texts), is_open=is_open)
     if diagnosis.unusual:
@@ -177,6 +180,11 @@ def _unexplained(diagnosis: Diagnosis, untraced: Mapping[str, Sequence[str]]) ->
         lines.append(f"{OBSERVE}(esper_telemetry.check_gae(...)) and others: equations, which `esper-telemetry check RUN` lists")
     if lines:
         yield folded("Not measured, and how to measure it", items(lines), is_open=is_open)
+
+
+def _is_usual(remark: Mapping[str, Any]) -> bool:
+    """Return whether a remark holds of many correct runs, too."""
+    return not remark.get("certain") and bool(remark.get("quiet") or remark.get("unlikely"))
 
 
 def unanswered_by_reason(diagnosis: Diagnosis) -> dict[tuple[str, str], list[str]]:

@@ -50,6 +50,7 @@ LOW_RATE = "learning_rate has been below a thousandth of its first value for 3 o
 PLACES = {"equation_places": {"policy_loss": "ppo.py:63", "advantages": "ppo.py:31"}}
 EPOCHS = {"num_epochs": 10, "num_minibatches": 40}
 SPACE, CONTINUOUS = "Box(-1, 1, (3,), int8)", "Box(-1.0, 1.0, (1,), float32)"
+REACHED = "policy/head/action/range_reached"
 STD, OF_RANGE = "policy/head/op/std/mean", "policy/head/op/std_of_range"
 
 ROWS_AGAIN = dict.fromkeys(("integrity/equation/minibatches", "integrity/equation/minibatches_overlapping"), 0.8)
@@ -147,6 +148,13 @@ REMARKS: Mapping[str, list[Remark]] = {
             updates=1,
         ),
         Remark("loss of pairs", "", updates=1),
+    ],
+    "Actions have bounds of their own: the largest of ten updates is near their mean, unlike those of a Gaussian": [
+        Remark("own range action", "reach 25 % of the range", {REACHED: lambda ago: 0.25 - 0.005 * (ago % 2)}),
+        Remark("own range action", "", {REACHED: lambda ago: 0.25 - 0.005 * (ago % 2)}, updates=9),
+        Remark("own range action", "", {REACHED: lambda ago: 0.25 + 0.02 * (ago == 5)}),
+        Remark("own range action", "", {REACHED: lambda ago: 0.9 - 0.005 * (ago % 2)}),
+        Remark("own range action", "", {REACHED: lambda ago: 0.5 + 0.005 * (ago == 5), "policy/head/action/dimensions": 17.0}),
     ],
     "Observations do not change with the actions in two or four updates of 512; fewer steps need a smaller effect": [
         Remark("ignored actions", "in 1,024 steps", {"policy/action_effect": 0.9}),

@@ -351,6 +351,26 @@ def test_a_script_without_a_vector_environment(tmp_path: Path) -> None:
     assert [record.values["reward/mean"] for record in run.records] == pytest.approx(means, rel=1e-5)
 
 
+BETA = (
+    (
+        "return Normal(self.pi(obs), self.log_std.exp())",
+        "return torch.distributions.Beta(1 + self.pi(obs).exp() / 9, 1 + self.log_std.exp() / 9)",
+    ),
+    ("learn(updates=3)", "learn(updates=10)"),
+)
+
+
+@pytest.mark.parametrize(("sent", "is_told"), [("actions[t, 0].numpy()", True), ("4 * actions[t, 0].numpy() - 2", False)])
+def test_actions_with_bounds_of_their_own_are_told_of_any_distribution(tmp_path: Path, sent: str, is_told: bool) -> None:
+    source = edited((SCRIPTS / "gaussian.py").read_text(), (*BETA, ("step(actions[t, 0].numpy())", f"step({sent})")))
+
+    run = run_of(tmp_path, source)
+
+    names = {event.data["name"] for event in run.events if event.type == "remark"}
+    assert ("own range action" in names) is is_told
+    assert any(key.endswith("range_reached") for record in run.records for key in record.values) is is_told
+
+
 def test_a_script_that_is_none_of_ours(tmp_path: Path) -> None:
     """Nothing is created, and one line says why."""
     script = str(SCRIPTS / "supervised.py")

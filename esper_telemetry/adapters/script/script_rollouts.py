@@ -117,14 +117,14 @@ class RecordedRollout(NamedTuple):
             by_head = head_actions(actions, names, heads.means if count or whole else names, log_probs.shape)
         bounds = transitions = None
         if self.steps is not None:
-            bounds = self.steps.bounds(actions) if count == 1 and actions is not None else None
+            bounds = self.steps.bounds(actions) if count < 2 and actions is not None else None
             transitions = None if observations is None else self.steps.transitions(observations, actions)
         return RolloutActions(
             log_probs=log_probs.clone(),
             actions=by_head,
             ended=ended,
             rewards=None if rewards is None else rewards.clone(),
-            bounds={} if bounds is None else {name: bounds.to(by_head[name]) for name in by_head if name in heads.means},
+            bounds={} if bounds is None else {name: bounds.to(by_head[name]) for name in by_head if name in heads.means or not count},
             observations=observations,
             transitions=transitions,
             **{name: column for name, column in heads._asdict().items() if name != "action_masks"},

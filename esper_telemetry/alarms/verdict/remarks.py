@@ -61,10 +61,14 @@ MIN_ENDED_EARLY: Final = 10  # updates from the start that must all end early
 MAX_STEPS_TAKEN: Final = 0.1  # share of the planned optimizer steps that each of them takes at most
 OTHER_REWARDS: Final = (10, 0.5)
 """Updates, and mean correlation below which the rewards in training are other ones than the environment's."""
+OWN_BOUNDS, OWN_BOUNDS_UPDATES, OWN_BOUNDS_CHANGE = 0.8, 10, 0.015
+"""Part of the range that actions of another range reach, the number of first updates, and by how much their largest one may exceed their
+mean: for Gaussian actions of one dimension 0.05 and more, for fewer than 10,000 rows."""
 MIN_LATER_UPDATES: Final = 2
 """Updates in which a further mistake must show."""
 EARLY_END: Final = "early end"
 INITIAL_SPREAD: Final = "initial std"
+OWN_RANGE: Final = "own range"
 """Names of remarks."""
 
 Remark = tuple[str, dict[str, Any]]  # name, and data of the event: `text`, `key`, `value`, `limit`, `quiet`
@@ -87,6 +91,7 @@ class Remarks:
         length: mean length of the latest episodes.
         effect_records, effect_steps: records and steps with `policy/action_effect`.
         effect: sum of `policy/action_effect`.
+        reached: parts of their range that the actions of each head have reached, in the first updates.
         correlations: number and sum of `reward/trained_correlation`.
         first_rate: learning rate of the first update that has one.
         rated, low_rated: updates with a learning rate, and those at which it was below `LOW_RATE` of the first one.
@@ -110,6 +115,7 @@ class Remarks:
     effect_records: int = 0
     effect_steps: int = 0
     effect: float = 0.0
+    reached: dict[str, list[float]] = field(default_factory=dict)
     correlations: tuple[int, float] = (0, 0.0)
     first_rate: float = 0.0
     rated: int = 0
@@ -159,6 +165,7 @@ class Remarks:
         yield from self._short_episodes()
         yield from self._rewards(view)
         yield from self._effect(view)
+        yield from self._reached(view)
         yield from self._other_rewards(view)
         yield from self._later_equations(view)
         yield from feature_sizes(view)
@@ -275,6 +282,23 @@ class Remarks:
             else:
                 text += "only the length of an episode matters"
             yield "equal rewards", {**_data(text, "reward/std", 0.0, 0.0, quiet=True), "unlikely": not fixed}
+
+    def _reached(self, view: View) -> Iterator[Remark]:
+        """Actions that have bounds of their own, far within those of the action space."""
+        for head, key, share in view.labelled("policy/head/", "/range_reached"):
+            shares = self.reached.setdefault(head, [])
+            if len(shares) == OWN_BOUNDS_UPDATES:
+                continue
+            shares.append(share)
+            dimensions = max(1.0, view.get(f"policy/head/{head}/dimensions") or 1.0)
+            mean, varies = sum(shares) / len(shares), OWN_BOUNDS_CHANGE / dimensions**0.5
+            if len(shares) == OWN_BOUNDS_UPDATES and mean < OWN_BOUNDS and max(shares) - mean <= varies * mean:
+                of_head = "" if head == "action" else f" of {head}"
+                text = (
+                    f"the actions{of_head} reach {percent(mean)} of the range of the action space in every update, as if they had bounds "
+                    "of their own: scale the policy's output, such as that of a tanh, a sigmoid or a Beta distribution, to `low` and `high`"
+                )
+                yield f"{OWN_RANGE} {head}", _data(text, key, mean, OWN_BOUNDS)
 
     def _other_rewards(self, view: View) -> Iterator[Remark]:
         """Rewards in training that hardly depend on the environment's rewards."""
