@@ -328,7 +328,9 @@ def shuffled(inputs: ActionInputs) -> float | None:
     envs = next(iter(inputs.actions.values())).shape[1]
     if envs < 2:
         return None
-    mixture = {h: x.logsumexp(1, keepdim=True).sub(math.log(envs)).expand_as(x) for h, x in inputs.log_probs.items()}
+    mixture = _of_other_envs(inputs)
+    if mixed(inputs) is not None and _likelihood(inputs, _with_chance(inputs)) > _likelihood(inputs, mixture):
+        return None
     parts = scores(replace(inputs, log_probs=mixture, means={}))
     for head, log_probs in inputs.log_probs.items():
         parts.append(_step_scores(log_probs.exp(), inputs.actions[head], inputs.counted[head], log_probs.exp()))
@@ -338,6 +340,55 @@ def shuffled(inputs: ActionInputs) -> float | None:
         size = torch.where(at, inputs.std[head].square(), 0.0).sum(1, keepdim=True).clamp(min=1e-30).sqrt()
         parts += [gaussian_scores(residual / size, counted.any(1, keepdim=True)), _end_scores(inputs, head)]
     return largest(parts, without=("neighbours",))
+
+
+MIXED_SHARE = (0.02, 0.95)
+"""Shares of random choices between which a mixture of a policy and chance is told from both."""
+
+MIXTURE_STEPS = 50
+"""Steps of expectation and maximisation by which the share is fitted."""
+
+LIKELIER_NATS = 3.0
+"""Log-likelihood by which one mixture explains choices better than another one."""
+
+
+def mixed(inputs: ActionInputs) -> float | None:
+    """Score of choices of which a share is drawn from a uniform distribution; the share has the largest likelihood."""
+    if inputs.means:
+        return None
+    mixtures = _with_chance(inputs)
+    if not mixtures or _likelihood(inputs, _of_other_envs(inputs)) > _likelihood(inputs, mixtures) + LIKELIER_NATS:
+        return None
+    return largest(scores(replace(inputs, log_probs=mixtures)))
+
+
+def _with_chance(inputs: ActionInputs) -> dict[str, Tensor]:
+    """Log-probabilities [T, B, A] of the mixtures of each head's distribution and chance; empty if one is nearly either of them."""
+    mixtures = dict[str, Tensor]()
+    for head, log_probs in inputs.log_probs.items():
+        allowed = (log_probs > -1e4).to(log_probs)
+        parts = log_probs.exp(), allowed / allowed.sum(-1, keepdim=True)
+        own, random = (one.gather(-1, inputs.actions[head].unsqueeze(-1)).squeeze(-1)[inputs.counted[head]] for one in parts)
+        share = torch.tensor(0.5, dtype=own.dtype, device=own.device)
+        for _ in range(MIXTURE_STEPS):
+            share = (share * random / (share * random + (1 - share) * own)).mean()
+        if not MIXED_SHARE[0] < float(share) < MIXED_SHARE[1]:
+            return {}
+        mixtures[head] = torch.lerp(*parts, share).log()
+    return mixtures
+
+
+def _of_other_envs(inputs: ActionInputs) -> dict[str, Tensor]:
+    """Log-probabilities [T, B, A] of the choices of any environment in the same step."""
+    return {
+        head: (x.logsumexp(1, keepdim=True) - math.log(x.shape[1])).expand_as(x) for head, x in inputs.log_probs.items() if x.shape[1] > 1
+    }
+
+
+def _likelihood(inputs: ActionInputs, log_probs: Mapping[str, Tensor]) -> float:
+    """Log-likelihood of the choices that count; -inf without distributions."""
+    taken = [x.gather(-1, inputs.actions[head].unsqueeze(-1)).squeeze(-1)[inputs.counted[head]].sum() for head, x in log_probs.items()]
+    return float(torch.stack(taken).sum()) if taken else -math.inf
 
 
 def _step_scores(p: Tensor, actions: Tensor, counted: Tensor, expected: Tensor) -> Scores:

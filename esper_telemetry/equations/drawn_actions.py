@@ -106,6 +106,7 @@ ACTIONS = CalibrationEquation(
                 "same_noise",
                 "coloured_noise",
                 "shuffled",
+                "mixed",
                 "independent",
             )
         )
@@ -113,15 +114,15 @@ ACTIONS = CalibrationEquation(
         .cites("program: force-mean_action"),
         mistake("permuted", "another environment's actions")
         .predicts("a_{t,b} ~ π(· | s_{t,σ(b)})", calibration.permuted)
-        .given(hides=("independent", "shuffled"))
+        .given(hides=("independent", "mixed", "shuffled"))
         .advises("Keep the order of environments from the policy's output to `env.step` and to the buffer; check reshapes of [T, B]."),
         mistake("step_before", "drawn from the previous step's distribution")
         .predicts("a_t ~ π(· | s_{t-1})", partial(calibration.displaced, steps=-1))
-        .given(hides=("independent", "shuffled"))
+        .given(hides=("independent", "mixed", "shuffled"))
         .advises("Store the observation, distribution and action of a step in the same row."),
         mistake("step_after", "drawn from the next step's distribution")
         .predicts("a_t ~ π(· | s_{t+1})", partial(calibration.displaced, steps=1))
-        .given(hides=("independent", "shuffled"))
+        .given(hides=("independent", "mixed", "shuffled"))
         .advises("Store the observation, distribution and action of a step in the same row."),
         mistake("repeated", "repeated from the previous step")
         .predicts("a_t = a_{t-1}, else a_t ~ π(· | s_t)", calibration.repeated)
@@ -129,12 +130,12 @@ ACTIONS = CalibrationEquation(
         .cites("program: loop-sticky"),
         mistake("cut_at_bounds", "clipped at their bounds before they were stored")
         .predicts("a_t = clip(u, low, high), u ~ π(· | s_t)", calibration.cut_at_bounds)
-        .given(hides=("independent", "shuffled"))
+        .given(hides=("independent", "mixed", "shuffled"))
         .advises("Store the action as it was drawn, and clip only the copy that the environment receives.")
         .cites("program: force-clipped_before_log_prob"),
         variant("squashed", "the tanh of draws")
         .predicts("a_t = tanh u, u ~ π(· | s_t)", calibration.squashed)
-        .given(hides=("independent", "shuffled"))
+        .given(hides=("independent", "mixed", "shuffled"))
         .cites("1801.01290, appendix C"),
         mistake("same_noise", "drawn with the same noise in all environments")
         .predicts("a_{t,b} = F_b⁻¹(ε_t)", calibration.same_noise)
@@ -147,6 +148,11 @@ ACTIONS = CalibrationEquation(
         .predicts("a_{t,b} ~ π(· | s_{t,σ_t(b)})", calibration.shuffled)
         .advises("Keep the order of environments from the policy's output to `env.step` and to the buffer.")
         .cites("program: loop-independent"),
+        mistake("mixed", "often random choices")
+        .predicts("a_t ~ (1 - ε) π(· | s_t) + ε / A", calibration.mixed)
+        .given(hides=("independent",))
+        .advises("Draw every action from the policy, which explores by its entropy, or store log-probabilities of the mixture.")
+        .cites("program: test_action_calibration"),
         mistake("independent", "independent of the distributions")
         .predicts("a_t ~ q(·)", calibration.independent)
         .advises("Step the environments with the policy's actions, and store the same actions.")

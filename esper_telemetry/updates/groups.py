@@ -203,9 +203,9 @@ def _actions(update: Update, rollout: RolloutEnd) -> Iterator[Measurement]:
         if head in context.previous_choices:
             choices = (actions[head], counted[head]), context.previous_choices[head]
             yield partial(_shift, head, logits.shape[-1], *choices)
-    for head, bounds in rollout.bounds.items():
+    for head, (low, high) in rollout.bounds.items():
         if head in actions:
-            yield partial(gaussian_stats, head, actions=actions[head], low=bounds[0], high=bounds[1], valid=counted[head])
+            yield partial(gaussian_stats, head, actions=actions[head], low=low, high=high, valid=counted[head])
     for head, previous in context.mean_actions.items():
         bounds, log_std, valid = rollout.bounds.get(head), rollout.log_std.get(head), counted[head]
         if bounds is not None and log_std is not None:

@@ -52,6 +52,7 @@ CHOICES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "repeated": lambda p, a: sticky(a),
     "same_noise": lambda p, a: with_one_noise(p),
     "shuffled": lambda p, a: shuffle(a),
+    "mixed": lambda p, a: torch.where(torch.rand(a.shape) < 0.4, torch.randint(0, p.shape[-1], a.shape), a),
 }
 
 
