@@ -153,6 +153,8 @@ class RolloutEnd:
         returns_known: False if the source does not see the returns; they are then the advantages plus the values.
         seen_difference: name of the hypothesis why training and acting compute different log-probabilities, or what the advantages are,
             if the source has observed this itself; else None.
+        range_use: of actions that the environment received, if `bounds` are not those of the stored ones: standard deviation over half the
+            range, and part of the range between the smallest and the largest; means over dimensions.
     """
 
     update: int
@@ -185,6 +187,7 @@ class RolloutEnd:
     ends_known: bool = True
     returns_known: bool = True
     seen_difference: str | None = None
+    range_use: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,6 +158,7 @@ class RolloutActions:
     observations: Tensor | None = None
     transitions: Transitions | None = None
     drawn: bool = False
+    range_use: tuple[float, float] | None = None
 
 
 class Shard(NamedTuple):

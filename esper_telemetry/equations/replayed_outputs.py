@@ -174,6 +174,14 @@ REPLAYED_LOG_PROBS = Equation(
         .predicts("log π(u | s), in the loss log π(a | s), a = c u + d", _pass("scaled_actions"))
         .advises("Store the action as it was drawn, and scale only the copy that the environment receives.")
         .cites("program: force-scaled_stored"),
+        mistake("whole_actions", "the log-probabilities of the actions before they became whole numbers, which the loss uses")
+        .predicts("log π(u | s), in the loss log π(a | s), a = trunc u", _pass("whole_actions"))
+        .advises("Store continuous actions as real numbers: `long()`, or a buffer of whole numbers, cuts off their fractions.")
+        .cites("program: test_script_runs"),
+        mistake("cut_actions", "the log-probabilities of the actions before they were cut at bounds, while the loss uses them after it")
+        .predicts("log π(u | s), in the loss log π(a | s), a = clip(u, low, high)", _pass("cut_actions"))
+        .advises("Store the action as it was drawn, and cut only the copy that the environment receives.")
+        .cites("program: test_script_runs"),
         mistake("mean_in_loss", "sums over the action dimensions, while the loss has their means")
         .predicts("Σ_i log π(a_i | s) instead of 1/D Σ_i log π(a_i | s)", _pass("mean_in_loss"))
         .advises("Sum the new log-probabilities over the action dimensions, too.")

@@ -172,6 +172,12 @@ def _first_minibatch(rollout: RolloutEnd, minibatches: JoinedMinibatches, facts:
     }
     alternatives |= dict.fromkeys([name for name in of_memory if name not in alternatives], rollout.values.double)
     values = check_values(rollout.values, replay, alternatives=alternatives, valid=valid, precision=precision)
+    if not values.matches:
+        certain = valid & _is_single(rollout)
+        if not bool(certain.any()):
+            yield from unchecked(VALUES, "the rows of the minibatch cannot be told apart")
+            return
+        values = check_values(rollout.values, replay, alternatives=alternatives, valid=certain, precision=precision)
     differs = (values.error or 0.0) > FIRST_DIFFERENCE
     if differs and not values.explained and _of_other_rows(rollout, new[first]):
         values = replace(values, explanations=explained(VALUES, "other_rows").explanations)
@@ -197,6 +203,14 @@ def _squash_mistake(rollout: RolloutEnd, now: Tensor, valid: Tensor) -> str | No
     if training and acting & {"squashed_actions", "squashed_before_storing"}:
         return "squashed_in_loss"
     return "squashed_once" if training and acting & known and training != acting & known else None
+
+
+def _is_single(rollout: RolloutEnd) -> Tensor:
+    """Return [T, B]: no other row has the same log-probability and return, so that a minibatch's row cannot be taken for another one."""
+    pairs = torch.stack([rollout.log_probs.flatten(), rollout.returns.flatten()], -1)
+    _, place, count = pairs.unique(dim=0, return_inverse=True, return_counts=True)
+    single: Tensor = count[place] == 1
+    return single.view_as(rollout.log_probs)
 
 
 def _of_other_rows(rollout: RolloutEnd, outputs: Tensor) -> bool:
@@ -226,7 +240,7 @@ def _of_memory(rollout: RolloutEnd, now: Tensor, valid: Tensor, facts: Facts) ->
     """Return the hypotheses about a memory that say in which rows log-probabilities differ: before or after the first end of an episode.
 
     If memory is reset with each episode, its state at the rollout's start affects only the rows before the first end. If it is not
-    reset, only later rows differ.
+    reset, only later rows differ. If it is reset one step early, these and the last step of the first episode differ.
     """
     if facts.policy not in RECURRENT or rollout.ended.shape != now.shape:
         return ()
@@ -234,7 +248,12 @@ def _of_memory(rollout: RolloutEnd, now: Tensor, valid: Tensor, facts: Facts) ->
     begun[1:] = rollout.ended[:-1].long().cumsum(0) > 0
     differs = (now - rollout.log_probs).abs() > MAX_LOG_PROB_ERROR
     before, after = differs[valid & ~begun], differs[valid & begun]
-    if min(len(before), len(after)) < MIN_MEMORY_ROWS or bool(before.any()) == bool(after.any()):
+    if min(len(before), len(after)) < MIN_MEMORY_ROWS:
+        return ()
+    if bool(before.any()) and bool(after.any()):
+        inside = valid & ~begun & ~rollout.ended
+        return () if bool(differs[inside].any()) or int(inside.sum()) < MIN_MEMORY_ROWS else ("memory_reset_early",)
+    if not bool(before.any()) and not bool(after.any()):
         return ()
     return ("memory_zero", "other_memory") if bool(before.any()) else ("memory_not_reset",)
 

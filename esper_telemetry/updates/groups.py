@@ -24,6 +24,7 @@ from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Mean, Sum
 from esper_telemetry.events import RolloutEnd
 from esper_telemetry.metrics.actions import (
+    GaussianStats,
     action_counts,
     action_shift,
     gaussian_action_shift,
@@ -206,6 +207,9 @@ def _actions(update: Update, rollout: RolloutEnd) -> Iterator[Measurement]:
     for head, (low, high) in rollout.bounds.items():
         if head in actions:
             yield partial(gaussian_stats, head, actions=actions[head], low=low, high=high, valid=counted[head])
+    if rollout.range_use is not None:
+        used, reached = (Mean(torch.tensor(share), 1.0) for share in rollout.range_use)
+        yield partial(GaussianStats, "action", used=used, reached=reached)
     for head, previous in context.mean_actions.items():
         bounds, log_std, valid = rollout.bounds.get(head), rollout.log_std.get(head), counted[head]
         if bounds is not None and log_std is not None:

@@ -339,6 +339,17 @@ def test_a_layer_whose_gradient_is_not_finite_is_not_without_one() -> None:
     assert missing(gone) and not missing({**gone, "grad/actor/norm_preclip_nonfinite": 2.0})
 
 
+@pytest.mark.parametrize(
+    ("first", "later", "std", "words"),
+    [(2e-7, 0.3, 1.0, "weights of a separate policy"), (103.0, 103.0, None, "nearly impossible"), (0.3, 0.3, 1.0, "keep the rows")],
+)
+def test_a_difference_of_log_probabilities_says_where_to_look(first: float, later: float, std: float | None, words: str) -> None:
+    changes: Mapping[str, Number] = {"integrity/ratio_init": lambda ago: later if ago else first, "policy/head/op/std/min": std}
+    texts = [alarm.text for alarm in alarms(judged(run(6, set_to(changes), since=1)), AlarmEvent.RAISE) if "nats" in alarm.text]
+
+    assert len(texts) == 1 and words in texts[0]
+
+
 def test_ratios_of_all_pairs_are_to_be_given_one_shape() -> None:
     facts = {**FACTS, "loss_pairs": True}
     (raised,) = alarms(judged(run(3, set_to({"integrity/ratio_init": 0.5}), since=1), facts), AlarmEvent.RAISE)

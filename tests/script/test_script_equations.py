@@ -476,6 +476,7 @@ def test_the_rows_that_differ_say_how_a_memory_is_reset_in_training() -> None:
 
     assert names(first, "lstm") == {"replayed_log_probs_memory_zero", "replayed_log_probs_other_memory"}
     assert names(~first, "lstm") == {"replayed_log_probs_memory_not_reset"}
+    assert names(torch.arange(12).view(12, 1).expand(12, 2) >= 4, "lstm") == {"replayed_log_probs_memory_reset_early"}
     assert names(torch.ones_like(first), "lstm") == names(first, "mlp") == set()
 
 

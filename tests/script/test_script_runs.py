@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from forked import run_python
-from mistakes.corpus import edited
+from mistakes.corpus import Edit, edited
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from waiting import wait_until
 
@@ -351,6 +351,23 @@ def test_a_script_without_a_vector_environment(tmp_path: Path) -> None:
     assert [record.values["reward/mean"] for record in run.records] == pytest.approx(means, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("change", "name"), [("long()", "whole_actions"), ("clamp(-0.5, 0.5)", "cut_actions"), ("mul(2)", "scaled_actions")]
+)
+def test_actions_of_the_loss_that_are_not_those_of_the_rollout(tmp_path: Path, change: str, name: str) -> None:
+    edits = (
+        ("observations, actions = torch.zeros(n_steps + 1, 1, 3)", "logp_old, observations, actions = [], torch.zeros(n_steps + 1, 1, 3)"),
+        (".sample()\n", ".sample()\n                    logp_old.append(self.dist(obs.view(1, 3)).log_prob(actions[t]).sum(-1))\n"),
+        (
+            "logp_old = self.dist(observations[:-1]).log_prob(actions).sum(-1)",
+            f"logp_old, actions = torch.stack(logp_old), actions.{change}",
+        ),
+    )
+    rows = check(tmp_path, edited((SCRIPTS / "gaussian.py").read_text(), edits), updates=3)
+
+    assert [one["hypothesis"] for one in rows["replayed_log_probs"]["explanations"]] == [name]
+
+
 BETA = (
     (
         "return Normal(self.pi(obs), self.log_std.exp())",
@@ -360,15 +377,25 @@ BETA = (
 )
 
 
-@pytest.mark.parametrize(("sent", "is_told"), [("actions[t, 0].numpy()", True), ("4 * actions[t, 0].numpy() - 2", False)])
-def test_actions_with_bounds_of_their_own_are_told_of_any_distribution(tmp_path: Path, sent: str, is_told: bool) -> None:
-    source = edited((SCRIPTS / "gaussian.py").read_text(), (*BETA, ("step(actions[t, 0].numpy())", f"step({sent})")))
+@pytest.mark.parametrize(
+    ("edits", "sent", "is_told"),
+    [
+        (BETA[:1], "actions[t, 0].numpy()", True),
+        (BETA[:1], "4 * actions[t, 0].numpy() - 2", False),
+        ((), "actions[t, 0].tanh().numpy()", True),
+        ((), "2 * actions[t, 0].tanh().numpy()", False),
+    ],
+)
+def test_actions_with_bounds_of_their_own_are_told_of_any_distribution(
+    tmp_path: Path, edits: tuple[Edit, ...], sent: str, is_told: bool
+) -> None:
+    source = edited((SCRIPTS / "gaussian.py").read_text(), (*edits, BETA[1], ("step(actions[t, 0].numpy())", f"step({sent})")))
 
     run = run_of(tmp_path, source)
 
     names = {event.data["name"] for event in run.events if event.type == "remark"}
     assert ("own range action" in names) is is_told
-    assert any(key.endswith("range_reached") for record in run.records for key in record.values) is is_told
+    assert any("policy/head/action/range_reached" in record.values for record in run.records)
 
 
 def test_a_script_that_is_none_of_ours(tmp_path: Path) -> None:

@@ -227,6 +227,8 @@ def test_values_of_another_output_are_named_and_no_last_value_is() -> None:
     assert "values_other_output" in found and "advantages" not in found
     assert "values" not in values_of(made, passes_of(made, made.values + 0.1 * outputs))  # a critic that lags
     assert "values_other_rows" in values_of(made, passes_of(made, made.values.flip(0)))
+    alike = replace(made, returns=torch.ones_like(made.returns), log_probs=torch.zeros_like(made.log_probs))
+    assert "values" not in values_of(alike, passes_of(alike, alike.values.flip(0)))  # a row may be taken for another one
 
 
 def test_targets_that_each_pass_computes_again_are_no_mistake() -> None:

@@ -129,6 +129,15 @@ def are_scaled(acted: Tensor, own: Tensor, tolerance: float = SAME_INPUT) -> boo
     return bool(squares.numel()) and float((squares > 1 - tolerance).double().mean()) > MIN_SCALED
 
 
+def change_of(acted: Tensor, own: Tensor) -> str | None:
+    """Return the hypothesis by which the actions [M, n] of the loss come from those that were acted on; None if no known change does."""
+    if bool((acted != acted.round()).any()) and any(torch.equal(own, change(acted)) for change in (torch.trunc, torch.round, torch.floor)):
+        return "whole_actions"
+    if torch.equal(own, acted.clamp(own.amin(0), own.amax(0))):
+        return "cut_actions"
+    return "scaled_actions" if are_scaled(acted.unsqueeze(0), own.unsqueeze(0)) else None
+
+
 class ActingLog:
     """Records the first layer that a script calls after each step of its environments."""
 

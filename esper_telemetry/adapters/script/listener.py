@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from esper_telemetry.adapters.columns import HEAD, FinishedEpisode, HeadColumns, episodes_event
 from esper_telemetry.adapters.script import settings
 from esper_telemetry.adapters.script import variables as names
-from esper_telemetry.adapters.script.acting import Acting, ActingLog, are_scaled
+from esper_telemetry.adapters.script.acting import Acting, ActingLog, change_of
 from esper_telemetry.adapters.script.autograd_graph import (
     detaches_states,
     graph_of,
@@ -644,8 +644,6 @@ class ScriptListener:
         self._emit_episodes(finished)
         lstm, acting = self.lstm.take(finder.steps, finder.envs), self.acting.take(finder.steps, finder.envs)
         self._minibatches.begin_rollout(rollout, observations, acting, heads)
-        if heads.logits or heads.means:
-            self.findings[DISTRIBUTIONS] = None
         if rollout is None:
             if actions is not None or not recorded.announced:
                 self.hooks.emit(UpdateStart(self.updates + 1, self._env_step, actions))
@@ -710,8 +708,8 @@ class ScriptListener:
         acted, chosen = finder.acted_actions, self.distributions.chosen
         if acted is not None and chosen is not None and chosen.numel() == len(rows) * acted.shape[-1]:
             taken, own = acted.flatten(0, 1)[rows.to(acted.device)].double(), chosen.reshape(len(rows), -1).to(acted.device).double()
-            if not torch.allclose(taken, own) and are_scaled(taken.unsqueeze(0), own.unsqueeze(0)):
-                return "scaled_actions"
+            if not torch.allclose(taken, own) and (change := change_of(taken, own)) is not None:
+                return change
         if acting is None:
             return None
         optimizers = {*self._optimizers.known, *(value for value in variables.values() if isinstance(value, Optimizer))}
@@ -727,7 +725,7 @@ class ScriptListener:
         raw_rewards: Tensor | None,
     ) -> None:
         assert actions is not None  # a rollout has log-probabilities
-        columns = ("actions", "bounds", "observations", "transitions", "logits", "means", "log_std")
+        columns = ("actions", "bounds", "observations", "transitions", "logits", "means", "log_std", "range_use")
         self.hooks.emit(
             RolloutEnd(
                 update=self.updates + 1,
@@ -761,7 +759,7 @@ class ScriptListener:
         if not (heads.logits or heads.means) and reading.logits is not None and len(reading.logits) == count:
             heads = HeadColumns(logits={HEAD: reading.logits})
         self.findings[POLICY_LOSSES if policy.log_ratio is None else RATIOS] = None
-        if heads.logits or heads.means:
+        if heads.logits or heads.means or self._minibatches.knows_distributions:
             self.findings[DISTRIBUTIONS] = None
         indices = [*self.indices.take(count), *variables.indices(count)]
         minibatch = ScriptMinibatch(self._epoch, self._step, policy, reading._replace(heads=heads), indices)

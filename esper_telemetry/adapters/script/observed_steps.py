@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.core.event_parts import Transitions
+from esper_telemetry.core.metric import Array
 from esper_telemetry.equations.transitions import MAX_CHECKSUM_ENTRIES, checksums, informative
 
 MAX_STEP_PARTS = 6
@@ -152,15 +153,31 @@ class ObservedSteps:
 
     def bounds(self, actions: Tensor) -> Tensor | None:
         """Return the bounds [2, D] of the actions; None unless the environments received the stored ones [T, B, D], perhaps cut there."""
-        if getattr(self._space, "low", None) is None or not np.isfinite([self._space.low, self._space.high]).all():
+        limits, sent, received = self._limits, actions.detach().cpu().double().numpy(), self.received
+        if limits is None or received is None or received.shape != sent.shape or len(limits[0]) != sent.shape[-1]:
             return None
-        low, high = (np.asarray(bound, dtype=np.float64).reshape(-1) for bound in (self._space.low, self._space.high))
-        sent, arrived = actions.detach().cpu().double().numpy(), None if self.received is None else self.received.numpy()
-        if arrived is None or arrived.shape != sent.shape or len(low) != sent.shape[-1]:
-            return None
+        (low, high), arrived = limits, received.numpy()
         pairs = ((sent, arrived), (sent.clip(low, high), arrived), (sent, arrived.clip(low, high)))
         same = any(np.allclose(*pair, atol=1e-6) for pair in pairs)
-        return torch.from_numpy(np.stack([low, high])) if same else None
+        return torch.from_numpy(limits) if same else None
+
+    @property
+    def _limits(self) -> Array | None:
+        """The bounds [2, D] of the action space; None if there are none."""
+        if getattr(self._space, "low", None) is None or not np.isfinite([self._space.low, self._space.high]).all():
+            return None
+        return np.stack([np.asarray(bound, dtype=np.float64).reshape(-1) for bound in (self._space.low, self._space.high)])
+
+    @property
+    def range_use(self) -> tuple[float, float] | None:
+        """How the actions that arrived use their range; None if they are not real numbers with bounds."""
+        limits, arrived = self._limits, self.received
+        if limits is None or arrived is None or len(limits[0]) != arrived.shape[-1]:
+            return None
+        size, rows = limits[1] - limits[0], arrived.numpy().reshape(-1, arrived.shape[-1])
+        if not (size > 0).all() or not np.isfinite(rows).all():
+            return None
+        return float((2 * rows.std(0) / size).mean()), float((np.ptp(rows, 0) / size).mean())
 
     def transitions(self, stored: Tensor, actions: Tensor | None) -> Transitions | None:
         """Return the steps with the stored observations [T, B, ...] and actions [T, B, D]; None if these are of another shape."""

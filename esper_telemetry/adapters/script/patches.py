@@ -123,6 +123,8 @@ class Patches:
         """Put everything back."""
         while self._replaced:
             self.undo_last()
+        if (rules := sys.modules.get("torch._dynamo.trace_rules")) is not None:
+            rules.clear_lru_cache()  # `torch.compile` knows torch's functions by what their names held when it began
 
     def restore(self, owner: object, name: str) -> None:
         """Put one function back; nothing happens if it was not replaced."""

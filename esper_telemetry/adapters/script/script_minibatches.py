@@ -179,6 +179,11 @@ class ScriptMinibatches:
             self._rows = RowFinder(own)
         self._trained_rows.begin(acting)
 
+    @property
+    def knows_distributions(self) -> bool:
+        """True if the distributions that the rollout was acted with are known."""
+        return bool(self._acted_heads.logits or self._acted_heads.means)
+
     def pass_of(self, variables: Variables, step: int) -> int:
         """Number of the pass over the rollout at an optimizer step of the update, from 0."""
         number = None if self._passes.key is None else variables.integers().get(self._passes.key)

@@ -127,6 +127,7 @@ class RecordedRollout(NamedTuple):
             bounds={} if bounds is None else {name: bounds.to(by_head[name]) for name in by_head if name in heads.means or not count},
             observations=observations,
             transitions=transitions,
+            range_use=None if self.steps is None or bounds is not None else self.steps.range_use,
             **{name: column for name, column in heads._asdict().items() if name != "action_masks"},
         )
 

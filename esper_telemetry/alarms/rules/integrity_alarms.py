@@ -94,6 +94,22 @@ OF_PAIRS = (
 )
 """Advice for a ratio of N² numbers; see `Facts.loss_pairs`."""
 
+AGREED = (
+    "Both agreed in earlier updates, so look for what training has changed since: the weights of a separate policy that acts (copy them "
+    "before each rollout), the statistics of a normaliser, or a recurrent state that is carried into the rollout."
+)
+"""Advice for a difference that is not there from the first update on."""
+
+IMPOSSIBLE = (
+    "An action that was taken is nearly impossible in training: store each action with the mask that it was drawn with, and with its own "
+    "observation, in the same row."
+)
+IMPOSSIBLE_NATS = 30.0
+"""Advice for log-probabilities that differ by so much that one of them is of a masked choice."""
+
+AGREED_NATS = 0.01
+"""Difference that is more than rounding in any precision."""
+
 
 @reading("integrity/ratio_init")
 def ratio_init(view: View, value: float, before: Before) -> Iterator[Finding]:
@@ -114,7 +130,9 @@ def ratio_init(view: View, value: float, before: Before) -> Iterator[Finding]:
     warn, severity = bounds.warn * rounding, bounds.severity(value, rounding)
     earlier = before.swap(severity)
     severity = min(severity, earlier) if remembers and severity < 1 else severity
-    finding = Finding(severity, "integrity/ratio_init", value, warn).with_advice((lambda: OF_PAIRS) if view.facts.loss_pairs else None)
+    advice = AGREED if earlier == 0 and value > AGREED_NATS else IMPOSSIBLE if value > IMPOSSIBLE_NATS and not spreads else None
+    advice = OF_PAIRS if view.facts.loss_pairs else advice
+    finding = Finding(severity, "integrity/ratio_init", value, warn).with_advice(None if advice is None else advice.__str__)
     yield finding.says(
         "log-probabilities computed before the first optimizer step have differed from the stored ones by up to {} nats "
         f"(rounding in {precision} explains {{}}): training has other inputs or another formula than the acting policy",

@@ -153,7 +153,8 @@ def resumed(view: View) -> Iterator[Finding]:
 SPAN_UPDATES: Final = 10  # updates with episodes that are compared with as many before them
 STARTED_SHARE: Final = 0.1  # share of a run after which its returns are judged
 STARTED_UPDATES: Final = 20  # the same in updates, if the length of the run is not known
-PLATEAU_SPANS: Final = 5  # spans in a row without progress that make a plateau
+PLATEAU_SPANS: Final = 5  # spans in a row whose means make a plateau
+STILL_SHARE: Final = 0.15  # share of the range of returns so far within which these means lie
 CHANGED_SHARE: Final = 0.1  # share of the range of returns so far that counts as a change
 NOISE_ERRORS: Final = 4.0  # standard errors of the difference that a change must also exceed
 MAX_RETURN: Final = 1e100  # larger returns are skipped: their squares overflow
@@ -167,7 +168,7 @@ class TaskEvents:
         self._returns: deque[float] = deque(maxlen=2 * SPAN_UPDATES)
         self._range: tuple[float, float] | None = None
         self._state = ""
-        self._still = 0
+        self._means: deque[float] = deque(maxlen=PLATEAU_SPANS)
         self._since = 0
 
     def step(self, values: Mapping[str, float], update: int, progress: float | None) -> tuple[Event, ...]:
@@ -194,19 +195,22 @@ class TaskEvents:
         low, high = self._range or (old, new)
         change = new - old
         clear = abs(change) > CHANGED_SHARE * (high - low) and abs(change) > NOISE_ERRORS * error
-        self._still = 0 if clear else self._still + 1
-        state = "plateau" if self._still >= PLATEAU_SPANS else ""
+        if clear:
+            self._means.clear()
+        self._means.append(new)
+        is_still = len(self._means) == PLATEAU_SPANS and max(self._means) - min(self._means) <= STILL_SHARE * (high - low)
+        state, level = "plateau" if is_still else "", sum(self._means) / len(self._means)
         if clear:
             state = "improvement" if change > 0 else "degradation"
         if not state or state == self._state:
             return ()
         self._state = state
-        updates = self._still * SPAN_UPDATES if state == "plateau" else SPAN_UPDATES
-        place = "" if high <= low else f", {percent((new - low) / (high - low))} of the way from its lowest to its highest"
+        updates = PLATEAU_SPANS * SPAN_UPDATES if state == "plateau" else SPAN_UPDATES
+        place = "" if high <= low else f", {percent((level - low) / (high - low))} of the way from its lowest to its highest"
         words = {
             "improvement": f"the mean return of {updates} updates has risen from {number(old)} to {number(new)}",
             "degradation": f"the mean return of {updates} updates has fallen from {number(old)} to {number(new)}",
-            "plateau": f"the return has stayed at {number(new)} for about {updates} updates{place}",
+            "plateau": f"the return has stayed at {number(level)} for about {updates} updates{place}",
         }
         return ((f"task/{state}", {"update": update, "return": new, "before": old, "updates": updates, "text": words[state]}),)
 
