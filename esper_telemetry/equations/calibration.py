@@ -467,6 +467,18 @@ def same_noise(inputs: ActionInputs) -> float | None:
     return max(largest(scores(one)) for one in alone)
 
 
+SAME_Z = 1e-3
+"""Largest difference of equal noise, in standard deviations, after the rounding of actions and means."""
+
+
+def constant_noise(inputs: ActionInputs) -> float | None:
+    """0 if the noise of Gaussian actions is the same in all steps."""
+    noise = [z_of(inputs, head)[inputs.counted[head]] for head in inputs.means]
+    if not noise or inputs.log_probs or any(len(z) < 2 for z in noise) or deterministic(inputs) is not None:
+        return None
+    return 0.0 if all(bool(((z - z[0]).abs() <= SAME_Z * (1 + z[0].abs())).all()) for z in noise) else None
+
+
 def cut_at_bounds(inputs: ActionInputs) -> float | None:
     """Score of Gaussian actions; an action at a bound counts only as being beyond it."""
     numbers = []

@@ -141,6 +141,11 @@ ACTIONS = CalibrationEquation(
         .predicts("a_{t,b} = F_b⁻¹(ε_t)", calibration.same_noise)
         .advises("Draw separate noise for every environment; seed each process differently.")
         .cites("program: script-repeated_env"),
+        mistake("constant_noise", "drawn with the same noise in every step")
+        .predicts("a_t = μ_t + σ_t ε", calibration.constant_noise)
+        .given(hides=("same_noise", "coloured_noise", "cut_at_bounds", "independent"))
+        .advises("Create the random generator once: one that is seeded again in each step repeats its first numbers.")
+        .cites("program: test_action_calibration"),
         variant("coloured_noise", "drawn with noise that is correlated in time")
         .predicts("ε_t = ρ ε_{t-1} + √(1 - ρ²) η_t", calibration.coloured_noise)
         .cites("2312.11091; 2005.05719"),

@@ -73,6 +73,7 @@ NUMBERS: Mapping[str, Numbers] = {
     "": lambda mean, std, a: a,
     "deterministic": lambda mean, std, a: mean,
     "independent": lambda mean, std, a: 2 * torch.rand_like(a) - 1,
+    "constant_noise": lambda mean, std, a: mean + std * torch.randn(a.shape[-1]),
     "permuted": lambda mean, std, a: a.flip(1),
     "step_before": lambda mean, std, a: a.roll(1, 0),
     "step_after": lambda mean, std, a: a.roll(-1, 0),
