@@ -174,6 +174,10 @@ REPLAYED_LOG_PROBS = Equation(
         .predicts("log π(u | s), in the loss log π(a | s), a = c u + d", _pass("scaled_actions"))
         .advises("Store the action as it was drawn, and scale only the copy that the environment receives.")
         .cites("program: force-scaled_stored"),
+        mistake("other_spread", "the outputs of a distribution with the same modes and another width")
+        .predicts("π(a | s)^c / Z, or N(μ, c σ)", _pass("other_spread"))
+        .advises("Use one temperature, and one standard deviation, for acting and in the loss.")
+        .cites("program: test_script_runs"),
         mistake("whole_actions", "the log-probabilities of the actions before they became whole numbers, which the loss uses")
         .predicts("log π(u | s), in the loss log π(a | s), a = trunc u", _pass("whole_actions"))
         .advises("Store continuous actions as real numbers: `long()`, or a buffer of whole numbers, cuts off their fractions.")

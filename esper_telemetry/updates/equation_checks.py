@@ -151,6 +151,7 @@ def _first_minibatch(rollout: RolloutEnd, minibatches: JoinedMinibatches, facts:
         return rollout.log_probs.double() if _squash_mistake(rollout, now, valid) == name else None
 
     known |= {name: partial(if_squash, name) for name in ("squashed_in_loss", "squashed_once")}
+    known["other_spread"] = lambda: rollout.log_probs.double() if _has_other_spread(rollout, minibatches, rows) else None
     log_probs = check_replayed_log_probs(rollout.log_probs, now, alternatives=known, valid=valid, precision=precision)
     moved = not log_probs.matches and (log_probs.error or 0.0) > FIRST_DIFFERENCE
     if REPLAYED_LOG_PROBS.name not in facts.unchecked_equations:
@@ -185,6 +186,32 @@ def _first_minibatch(rollout: RolloutEnd, minibatches: JoinedMinibatches, facts:
         values = replace(values, explanations=explained(VALUES, "other_output").explanations)
     sure = values.explained or (moved and differs)
     yield from values if sure else unchecked(VALUES, "values may be stored in units that differ from the loss")
+
+
+def _has_other_spread(rollout: RolloutEnd, minibatches: JoinedMinibatches, rows: Tensor) -> bool:
+    """Return whether the distributions of the first minibatch have the same modes as those acted with, and another width.
+
+    Scores are a multiple of the acting policy's, or means are the same and standard deviations are not.
+    """
+    acted, trained, count = rollout.logits or rollout.means, minibatches.logits or minibatches.means, len(rows)
+    if not acted or acted.keys() != trained.keys() or (rollout.means and minibatches.log_std.keys() != acted.keys()):
+        return False
+    factors = []
+    for head, column in acted.items():
+        one, other = column.double().flatten(0, 1)[rows], trained[head][:count].double()
+        if one.shape != other.shape:
+            return False
+        if rollout.logits:
+            one, other = one - one.mean(-1, keepdim=True), other - other.mean(-1, keepdim=True)
+            factor = (one * other).sum() / other.square().sum().clamp(min=torch.finfo(other.dtype).tiny)
+        else:
+            widths = rollout.log_std[head].double(), minibatches.log_std[head].double()
+            factor = torch.stack([width.reshape(-1, other.shape[-1]).mean() for width in widths]).diff().exp()
+        same = factor * other if rollout.logits else other
+        if not bool(torch.isfinite(one).all()) or float((one - same).abs().amax()) > SAME_MODES * float(one.abs().amax()):
+            return False
+        factors.append(float(factor))
+    return any(abs(factor - 1) > MIN_OTHER_WIDTH for factor in factors)
 
 
 def _squash_mistake(rollout: RolloutEnd, now: Tensor, valid: Tensor) -> str | None:
@@ -355,6 +382,12 @@ FOLLOWING = 0.9
 
 MAX_LOG_PROB_ERROR = 1e-3
 """Largest difference between equal log-probabilities in single precision, in nats."""
+
+SAME_MODES = 1e-4
+"""Largest difference of equal scores or means, relative to the largest of them."""
+
+MIN_OTHER_WIDTH = 0.01
+"""Distance from 1 of a temperature, or a ratio of standard deviations, that is no rounding."""
 
 MIN_MEMORY_ROWS = 8
 """Rows needed before and after the first end of an episode, so that a difference in one part is not a coincidence."""

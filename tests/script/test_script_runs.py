@@ -352,7 +352,8 @@ def test_a_script_without_a_vector_environment(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "name"), [("long()", "whole_actions"), ("clamp(-0.5, 0.5)", "cut_actions"), ("mul(2)", "scaled_actions")]
+    ("change", "name"),
+    [("long()", "whole_actions"), ("clamp(-0.5, 0.5)", "cut_actions"), ("mul(2)", "scaled_actions"), ("mul(1)", "other_spread")],
 )
 def test_actions_of_the_loss_that_are_not_those_of_the_rollout(tmp_path: Path, change: str, name: str) -> None:
     edits = (
@@ -363,9 +364,23 @@ def test_actions_of_the_loss_that_are_not_those_of_the_rollout(tmp_path: Path, c
             f"logp_old, actions = torch.stack(logp_old), actions.{change}",
         ),
     )
+    if name == "other_spread":
+        edits += (
+            ("def dist(self, obs):", "def dist(self, obs, width=1.0):"),
+            ("self.log_std.exp())", "width * self.log_std.exp())"),
+            ("self.dist(obs.view(1, 3)).sample()", "self.dist(obs.view(1, 3), 0.5).sample()"),
+            ("self.dist(obs.view(1, 3)).log_prob", "self.dist(obs.view(1, 3), 0.5).log_prob"),
+        )
     rows = check(tmp_path, edited((SCRIPTS / "gaussian.py").read_text(), edits), updates=3)
 
     assert [one["hypothesis"] for one in rows["replayed_log_probs"]["explanations"]] == [name]
+
+
+def test_another_temperature_in_acting(tmp_path: Path) -> None:
+    change = ("Categorical(logits=self.actor(x))", "Categorical(logits=self.actor(x) * (0.2 if action is None else 1.0))")
+    rows = check(tmp_path, edited((SCRIPTS / "categorical.py").read_text(), (change,)), updates=3)
+
+    assert [one["hypothesis"] for one in rows["replayed_log_probs"]["explanations"]] == ["other_spread"]
 
 
 BETA = (

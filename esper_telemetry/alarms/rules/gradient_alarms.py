@@ -78,6 +78,7 @@ def vanish(view: View) -> Iterator[Finding]:
     heads = [item for item in view.labelled(HEAD, NORM) if f"head:{item[0]}" not in groups]
     unused = [head for head, _, share in view.labelled("policy/head/", "/decision_frac") if share == 0]
     still = {*unused, *(segment_of(name) for head in unused for name in groups.get(f"head:{head}", ()))}
+    yield from _dead_groups(view)
     low, high = limits.ends(VANISH)
     share, middle = limits[VANISH_SHARE] * clip, 10 ** (-(low + high) / 2)
     for layer, key, value in [*view.labelled(LAYER, NORM), *heads]:
@@ -96,6 +97,26 @@ def vanish(view: View) -> Iterator[Finding]:
             continue
         left = "of exactly 0" if value == 0 else f"of only {number(value)}"
         yield finding.says("{} has had a gradient {}{}, so it no longer learns", layer, left, partial(view.usual, key))
+
+
+DEAD_PARAMETERS: Final = 4  # parameters with a norm that make a group
+DEAD: Final = (
+    "Their units do not react to the observations: all of a ReLU layer are below 0, or the weights after them are 0. Check the "
+    "initialisation, and the scale of the observations."
+)
+
+
+def _dead_groups(view: View) -> Iterator[Finding]:
+    """Groups of which half of the parameters, and not all, have a gradient of exactly 0."""
+    norms = {layer: value for layer, _, value in view.labelled(LAYER, NORM)}
+    for group, names in view.facts.groups.items():
+        known = {name: norms[segment_of(name)] for name in names if segment_of(name) in norms}
+        if not known:
+            continue
+        zero = [name for name, value in known.items() if value == 0]
+        dead = len(known) >= DEAD_PARAMETERS and len(known) <= 2 * len(zero) < 2 * len(known)
+        finding = Finding(hard(dead), f"{LAYER}{segment_of(zero[0] if zero else names[0])}{NORM}", 0.0, 0.0, instance=f"group {group}")
+        yield finding.with_advice(DEAD.__str__).says("{} have had a gradient of exactly 0, so they do not learn", list_names(zero))
 
 
 def missing_group(view: View, segments: dict[str, frozenset[str]]) -> Iterator[Finding]:
