@@ -45,6 +45,10 @@ MIN_NORMALIZED_ROWS, NORMALIZED_ERROR = 32, 1e-4
 """Rows above which a standard deviation of 1, up to this error, and a mean of 0 show that advantages are normalised."""
 
 
+OTHER_FACTOR = 1e-3
+"""Distance from 1 of a factor that is no rounding."""
+
+
 def target_checks(update: Update, facts: Facts, held: Held | None = None) -> Iterator[Measurement]:
     """Yield the checks of a rollout's targets; `facts` are the run's. `held` also receives the equations that hold in this update."""
     rollout, minibatches, collected = update.rollout, update.minibatches, update.collected
@@ -60,9 +64,10 @@ def target_checks(update: Update, facts: Facts, held: Held | None = None) -> Ite
         previous = update.context.previous_targets
         inputs = _gae_inputs(rollout, gae_lambda or 0.0, previous)
         inputs = inputs if inputs is None or facts.has_critic else replace(inputs, alone=True)
-        check = partial(_advantages, rollout, inputs, facts)
+        targets = _targets(rollout, minibatches)
+        check = partial(_advantages, rollout, inputs, targets, facts)
         if gae_lambda is None:
-            inputs, check = None, partial(_advantages_at_own_lambda, rollout, previous, facts)
+            inputs, check = None, partial(_advantages_at_own_lambda, rollout, previous, targets, facts)
         # flags may be for the step before or after, unless the environments report them; a script may shuffle all of its columns
         # flags that tell time limits from terminations are the environments'
         flags = rollout.time_limits is not None or not torch.equal(rollout.ended, rollout.terminated)
@@ -186,9 +191,11 @@ def _last_values(rollout: RolloutEnd) -> Tensor | None:
     return None if rollout.last_values is None else rollout.last_values.double().reshape(-1)
 
 
-def _advantages(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Facts) -> EquationCheck:
+def _advantages(rollout: RolloutEnd, inputs: GaeInputs | None, targets: Tensor | None, facts: Facts) -> EquationCheck:
     """Check the advantages, and whether the returns in them have the units of the critic's targets."""
     check = _advantages_beside_limits(rollout, inputs, facts)
+    if inputs is not None and targets is not None and facts.columns_by_name and not (check.matches or check.explained):
+        check = _as_sums(targets, inputs, facts) or check
     names = {one.hypothesis.name for one in check.explanations}
     instead = ""
     if names == {"normalized_returns"} and rollout.returns_known and not is_standard(rollout.returns.double(), rollout.valid):
@@ -196,6 +203,32 @@ def _advantages(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Facts) -> 
     elif "few_without_bootstrap" in names and not facts.columns_by_name:  # programs omit it, a trainer's buffer does not
         instead = "no_last_bootstrap"
     return replace(check, explanations=explained(ADVANTAGES, instead).explanations) if instead else check
+
+
+def _targets(rollout: RolloutEnd, minibatches: JoinedMinibatches | None) -> Tensor | None:
+    """Return the critic's targets [T, B], as the source or the losses show them; None if neither shows all."""
+    if rollout.returns_known:
+        return rollout.returns
+    rows, returns = (None, None) if minibatches is None else (minibatches.rows, minibatches.returns)
+    if rows is None or returns is None or len(rows) != len(returns) or len(rows.unique()) != rollout.returns.numel():
+        return None
+    return rollout.returns.flatten().index_copy(0, rows, returns.to(rollout.returns)).view_as(rollout.returns)
+
+
+def _as_sums(targets: Tensor, inputs: GaeInputs, facts: Facts) -> EquationCheck | None:
+    """Check the targets of a program with a baseline as sums of rewards, perhaps scaled after they were summed; None without a result."""
+    zero = torch.zeros_like(inputs.rewards)
+    claimed = _side_by_side(targets, inputs.rollouts).double()
+    sums = replace(inputs, values=zero, next_values=zero, following=zero, claimed=claimed, gae_lambda=1.0, alone=True)
+    size = float(gae(sums)[inputs.counted].abs().sum())
+    factor = float(claimed[inputs.counted].abs().sum()) / size if size else 0.0
+    if not factor > 0:
+        return None
+    check = compare_advantages(replace(sums, rewards=factor * inputs.rewards), precision=facts.precision)
+    is_right = check.matches or any(one.hypothesis.name == "alone" for one in check.explanations)
+    if not is_right:
+        return check if check.explained else None
+    return explained(ADVANTAGES, "reward_scale", fitted=factor) if abs(factor - 1) > OTHER_FACTOR else None
 
 
 def _advantages_beside_limits(rollout: RolloutEnd, inputs: GaeInputs | None, facts: Facts) -> EquationCheck:
@@ -232,11 +265,11 @@ def _reads_returns(rollout: RolloutEnd) -> bool:
     return has_limits and rollout.returns_known and is_standard(rollout.advantages.double(), rollout.valid, error=NORMALIZED_ERROR)
 
 
-def _advantages_at_own_lambda(rollout: RolloutEnd, previous: Tensor | None, facts: Facts) -> EquationCheck:
+def _advantages_at_own_lambda(rollout: RolloutEnd, previous: Tensor | None, targets: Tensor | None, facts: Facts) -> EquationCheck:
     """Check the advantages of a program whose lambda is unknown: at 1, else at the lambda that gives its advantages."""
-    check = _advantages(rollout, _gae_inputs(rollout, 1.0, previous), facts)
+    check = _advantages(rollout, _gae_inputs(rollout, 1.0, previous), targets, facts)
     own = [one.fitted for one in check.explanations if one.hypothesis.of == "gae_lambda" and one.fitted is not None]
-    return _advantages(rollout, _gae_inputs(rollout, round(own[0], 6), previous), facts) if own else check
+    return _advantages(rollout, _gae_inputs(rollout, round(own[0], 6), previous), targets, facts) if own else check
 
 
 def _previous(columns: Tensor | None, rollout: RolloutEnd, gae_lambda: float) -> GaeInputs | None:

@@ -56,6 +56,25 @@ def test_a_critic_may_learn_from_the_advantages(tmp_path: Path, edits: tuple[Edi
     assert not differing(rows)
 
 
+SCALED = ("returns = torch.tensor(returns, dtype=torch.float32)", "returns = torch.tensor(returns, dtype=torch.float32) / 20")
+BEFORE = (
+    "        advantages = returns - values\n",
+    "        advantages = returns - values\n        normed = (advantages - advantages.mean()) / advantages.std()\n",
+)
+NORMED = (BEFORE, ("log_probs * advantages.detach()", "log_probs * normed.detach()"))
+
+
+@pytest.mark.parametrize(
+    ("edits", "state", "hypothesis"),
+    [((), "variant", "reward_scale"), ((("returns.insert(0, total)", "returns.append(total)"),), "differs", "alone_reversed")],
+)
+def test_sums_that_are_scaled_and_have_a_baseline(tmp_path: Path, edits: tuple[Edit, ...], state: str, hypothesis: str) -> None:
+    rows = checked(tmp_path, (SCALED, *NORMED, *edits), critic=True)
+
+    assert rows["advantages"]["state"] == state and hypothesis in names(rows["advantages"])
+    assert differing(rows) == ({"advantages"} if state == "differs" else set())
+
+
 @pytest.mark.parametrize(("style", "critic"), [("parts", False), ("parts", True), ("apart", True)])
 def test_several_backward_passes_of_a_step_are_one_loss(tmp_path: Path, style: str, critic: bool) -> None:
     rows = checked(tmp_path, CHANGES[style], critic)

@@ -356,7 +356,7 @@ def test_a_script_without_a_vector_environment(tmp_path: Path) -> None:
     [("long()", "whole_actions"), ("clamp(-0.5, 0.5)", "cut_actions"), ("mul(2)", "scaled_actions"), ("mul(1)", "other_spread")],
 )
 def test_actions_of_the_loss_that_are_not_those_of_the_rollout(tmp_path: Path, change: str, name: str) -> None:
-    edits = (
+    edits: tuple[Edit, ...] = (
         ("observations, actions = torch.zeros(n_steps + 1, 1, 3)", "logp_old, observations, actions = [], torch.zeros(n_steps + 1, 1, 3)"),
         (".sample()\n", ".sample()\n                    logp_old.append(self.dist(obs.view(1, 3)).log_prob(actions[t]).sum(-1))\n"),
         (
