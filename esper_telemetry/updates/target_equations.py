@@ -225,7 +225,7 @@ def _as_sums(targets: Tensor, inputs: GaeInputs, facts: Facts) -> EquationCheck 
     if not factor > 0:
         return None
     check = compare_advantages(replace(sums, rewards=factor * inputs.rewards), precision=facts.precision)
-    is_right = check.matches or any(one.hypothesis.name == "alone" for one in check.explanations)
+    is_right = check.matches or any(one.hypothesis.variant for one in check.explanations)
     if not is_right:
         return check if check.explained else None
     return explained(ADVANTAGES, "reward_scale", fitted=factor) if abs(factor - 1) > OTHER_FACTOR else None

@@ -97,7 +97,7 @@ def settings_of(facts: Facts) -> dict[str, float]:
             settings["minibatch_size"] = max(1.0, steps * envs / minibatches)
     if facts.clip is None and facts.num_epochs in (None, 1):  # as A2C, whose rollouts are smaller than those of PPO
         sizes = ["rollout_size", "minibatch_size"] if facts.num_epochs else []
-        rate = ["learning_rate"] if PUBLISHED["learning_rate"].lowest <= settings.get("learning_rate", 0.0) <= POLICY_GRADIENT_RATE else []
+        rate = ["learning_rate"] if PUBLISHED["learning_rate"].highest < settings.get("learning_rate", 0.0) <= POLICY_GRADIENT_RATE else []
         settings = {name: value for name, value in settings.items() if name not in (*sizes, *rate)}
     return settings
 
