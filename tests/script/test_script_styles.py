@@ -156,18 +156,30 @@ def test_an_environment_may_have_methods_of_any_names(tmp_path: Path, step: str,
     assert run.records[-1].values["episode/return_mean"] > 3
 
 
-def test_a_script_whose_environment_is_not_seen_is_told_what_to_add(tmp_path: Path) -> None:
+WITH_A_CHILD = (
+    "import multiprocessing, time\nmultiprocessing.get_context('fork').Process(target=time.sleep, args=(60,), daemon=True).start()\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("before", "words"),
+    [
+        ("", "no function of the program took an action"),
+        (WITH_A_CHILD, "what the program's child processes step is seen only if they send an observation"),
+    ],
+)
+def test_a_script_whose_environment_is_not_seen_is_told_what_to_add(tmp_path: Path, before: str, words: str) -> None:
     """Rewards and ends are attributes, so that nothing shows which function is a step."""
     edits = (
         ("def step(", "def paso("),
         ("n, r, f = e.step(a.item())", "e.paso(a.item()); n, r, f = e.result"),
         ("return self.seen(), 5.0", "self.result = self.seen(), 5.0"),
     )
-    (tmp_path / "script.py").write_text(text_of("own_environment.py", *edits))
+    (tmp_path / "script.py").write_text(before + text_of("own_environment.py", *edits))
     result = with_telemetry(tmp_path, "script.py")
 
-    assert "no environment was seen: no function of the program took an action" in result.stderr
-    assert "Give the environment a method `step(action)` that returns (observation, reward, done)" in result.stderr
+    assert f"no environment was seen: {words}" in result.stderr
+    assert ("Give the environment a method `step(action)` that returns (observation, reward, done)" in result.stderr) is (not before)
     assert len(read_run(tmp_path / "run").records) == 12
 
 

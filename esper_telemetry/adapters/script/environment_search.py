@@ -46,7 +46,11 @@ NO_STEP = (
     "observation. "
     "Give the environment a method `step(action)` that returns (observation, reward, done), and a method `reset()`"
 )
-"""What is said of a program whose environment was not seen."""
+IN_CHILDREN = (
+    "what the program's child processes step is seen only if they send an observation, a reward and one or two flags of each step; print "
+    "or log the returns of episodes, or report them from the loop (docs/own_loop.md)"
+)
+"""What is said of a program whose environment was not seen, without and with child processes."""
 
 MAX_LOSSES = 64
 """Backward passes without an environment after which a program is assumed to have none."""

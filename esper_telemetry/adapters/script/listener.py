@@ -8,6 +8,7 @@ policy's term, so that other scripts leave no trace.
 
 from __future__ import annotations
 
+import multiprocessing.process
 import os
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -31,7 +32,7 @@ from esper_telemetry.adapters.script.autograd_graph import (
     nonfinite_result,
     takes_softmax_twice,
 )
-from esper_telemetry.adapters.script.environment_search import NO_STEP
+from esper_telemetry.adapters.script.environment_search import IN_CHILDREN, NO_STEP
 from esper_telemetry.adapters.script.loss_graph import joined, read_loss
 from esper_telemetry.adapters.script.loss_reading import LossReading, ValueTerm
 from esper_telemetry.adapters.script.network_logs import (
@@ -187,7 +188,10 @@ class ScriptListener:
     @property
     def unseen(self) -> str:
         """What is known of an environment that was not seen, and what to add; empty if one was stepped."""
-        return "" if self.environments.steps else f"no environment was seen: {NO_STEP}"
+        if self.environments.steps:
+            return ""
+        children = len(getattr(multiprocessing.process, "_children", ()))  # `active_children` would also join those that have ended
+        return f"no environment was seen: {IN_CHILDREN if children else NO_STEP}"
 
     @property
     def seen(self) -> str:
