@@ -20,7 +20,7 @@ from esper_telemetry.adapters.adapter import Adapter, named_parameters, plain_se
 from esper_telemetry.adapters.columns import HeadColumns, head_actions, head_names, join_columns, next_values
 from esper_telemetry.adapters.taps import SurroundingTap
 from esper_telemetry.core.event_parts import Scale
-from esper_telemetry.core.facts import UNCHECKED_FACT
+from esper_telemetry.core.facts import UNCHECKED_FACT, optimizer_facts
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import Hooks, RolloutEnd
 from esper_telemetry.telemetry import Telemetry, session_of
@@ -306,7 +306,7 @@ class AlgoListener(Adapter):
             "num_envs": envs,
             "ranks": algo.world_size,
             "precision": "bf16" if algo.mixed_precision else "tf32" if on_tensor_cores else "fp32",
-            "optimizer": type(algo.optimizer).__name__,
+            **optimizer_facts(algo.optimizer),
             "advantage_correction": 1,
             "groups": groups,
             "value_head": [name for name in groups.get("critic", ()) if name.startswith("value.")],

@@ -23,7 +23,7 @@ from esper_telemetry.adapters.adapter import Adapter, named_parameters, paramete
 from esper_telemetry.adapters.columns import HEAD, EvaluatedMinibatch, evaluated_minibatches, next_values
 from esper_telemetry.adapters.taps import GeneratorTap, SurroundingTap
 from esper_telemetry.core.event_parts import Scale
-from esper_telemetry.core.facts import UNCHECKED_FACT
+from esper_telemetry.core.facts import UNCHECKED_FACT, optimizer_facts
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import BeforeUpdate, Hooks, RecurrentForward, RolloutEnd
 from esper_telemetry.telemetry import Telemetry, session_of
@@ -344,7 +344,7 @@ class RunnerListener(Adapter):
             "ranks": ranks,
             "horizon": int(horizon) if isinstance(horizon, int | float) else None,
             "precision": "bf16" if alg.use_mixed_precision else "tf32" if on_tensor_cores else "fp32",
-            "optimizer": type(alg.optimizer).__name__,
+            **optimizer_facts(alg.optimizer),
             "advantage_correction": 1,
             "groups": self.groups(),
             "value_head": [f"critic.{layers[-1]}"] if layers else [],

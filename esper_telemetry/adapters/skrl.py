@@ -31,7 +31,7 @@ from esper_telemetry.adapters.columns import (
 )
 from esper_telemetry.adapters.taps import SurroundingTap
 from esper_telemetry.core.event_parts import Scale
-from esper_telemetry.core.facts import UNCHECKED_FACT
+from esper_telemetry.core.facts import UNCHECKED_FACT, optimizer_facts
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import Hooks, MinibatchEnd, RolloutEnd
 from esper_telemetry.telemetry import Telemetry
@@ -344,7 +344,7 @@ class AgentListener(Adapter):
             "num_envs": envs,
             "ranks": self._ranks,
             "precision": "fp16" if cfg.mixed_precision else "fp32",
-            "optimizer": type(agent.optimizer).__name__,
+            **optimizer_facts(agent.optimizer),
             "advantage_correction": 1,
             "groups": groups,
             "value_head": last_layer(groups.get("critic", ())),

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from esper_telemetry.adapters.adapter import Adapter, last_layer, parameter_groups, plain_settings
 from esper_telemetry.adapters.columns import HEAD, HeadColumns, head_columns, minibatch_means
 from esper_telemetry.adapters.taps import listen
-from esper_telemetry.core.facts import UNCHECKED_FACT
+from esper_telemetry.core.facts import UNCHECKED_FACT, optimizer_facts
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import MinibatchEnd, RolloutEnd
 from esper_telemetry.telemetry import Telemetry, session_of
@@ -303,7 +303,7 @@ class LossListener(Adapter):
             "num_steps": None if batch is None else batch.batch_size[-1],
             "ranks": 1,
             "precision": "fp32",
-            "optimizer": type(optimizer).__name__,
+            **optimizer_facts(optimizer),
             "advantage_correction": 1,
             "advantage_std_floor": STD_FLOOR,
             "groups": self.groups(),

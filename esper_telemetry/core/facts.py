@@ -97,6 +97,7 @@ class Facts(Mapping[str, Any]):
     num_minibatches: int | None = None  # of an epoch
     optimizer: str | None = None  # class of the optimizer
     learning_rate: float | None = None  # of the first update
+    weight_decay: float | None = None  # largest of the optimizer's groups; None for 0
     learning_rate_schedule: Mapping[str, Any] | None = None  # see `core.rate_schedule`
     max_grad_norm: float | None = None
     clip: float | None = None  # of the probability ratio: half width of the trust region
@@ -154,6 +155,12 @@ class Facts(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self.mapping)
+
+
+def optimizer_facts(optimizer: Any) -> dict[str, Any]:
+    """Return the facts on an optimizer of torch."""
+    decay = max((float(group.get("weight_decay") or 0.0) for group in optimizer.param_groups), default=0.0)
+    return {"optimizer": type(optimizer).__name__} | ({"weight_decay": decay} if decay else {})
 
 
 DECLARED: Final = {item.name: str(item.type).removesuffix(" | None") for item in fields(Facts)[1:]}

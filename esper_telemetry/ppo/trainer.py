@@ -14,7 +14,7 @@ from torch import Tensor
 
 from esper_telemetry.core import tensors as ops
 from esper_telemetry.core.event_parts import Shard
-from esper_telemetry.core.facts import DECLARED, UNCHECKED_FACT
+from esper_telemetry.core.facts import DECLARED, UNCHECKED_FACT, optimizer_facts
 from esper_telemetry.core.rate_schedule import SCHEDULE_FACT, RateSchedule
 from esper_telemetry.ppo import checkpoint
 from esper_telemetry.ppo.checkpoint import Checkpointables, Watchdog
@@ -164,7 +164,7 @@ class PPO:
             "ranks": self.ranks.size,
             "horizon": horizon_of(self.env),
             "reward_threshold": reward_threshold_of(self.env),
-            "optimizer": type(self.optimizer).__name__,
+            **optimizer_facts(self.optimizer),
             "advantage_correction": 1,
             "groups": self.policy.groups(),
             "value_head": ["value"],

@@ -149,6 +149,10 @@ REMARKS: Mapping[str, list[Remark]] = {
         ),
         Remark("loss of pairs", "", updates=1),
     ],
+    "The optimizer pulls the weights to 0": [
+        Remark("weight decay", "weight_decay is 0.3 (published settings of PPO have 0)", facts={"weight_decay": 0.3}, updates=1),
+        Remark("weight decay", "", facts={"weight_decay": 0.01}, updates=1),
+    ],
     "Actions have bounds of their own: the largest of ten updates is near their mean, unlike those of a Gaussian": [
         Remark("own range action", "reach 25 % of the range", {REACHED: lambda ago: 0.25 - 0.005 * (ago % 2)}),
         Remark("own range action", "", {REACHED: lambda ago: 0.25 - 0.005 * (ago % 2)}, updates=9),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from esper_telemetry import check_total_loss
-from esper_telemetry.core.facts import DECLARED, Facts, checked_facts
+from esper_telemetry.core.facts import DECLARED, Facts, checked_facts, optimizer_facts
 from esper_telemetry.journal.schema import FACTS
 
 
@@ -65,3 +65,11 @@ def test_a_precision_is_one_that_has_bounds() -> None:
 
 def test_every_declared_fact_has_a_form_in_the_journal() -> None:
     assert FACTS.keys() == DECLARED.keys()
+
+
+def test_a_decay_of_weights_is_a_fact_of_the_optimizer() -> None:
+    weights = torch.nn.Linear(2, 1).parameters()
+    groups = [{"params": [parameter], "weight_decay": decay} for parameter, decay in zip(weights, (0.1, 0.0), strict=True)]
+
+    assert optimizer_facts(torch.optim.Adam(groups)) == {"optimizer": "Adam", "weight_decay": 0.1}
+    assert optimizer_facts(torch.optim.SGD([{"params": groups[0]["params"]}], lr=0.1)) == {"optimizer": "SGD"}

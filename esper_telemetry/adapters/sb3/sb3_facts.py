@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from esper_telemetry.adapters.columns import HeadColumns, Join, chosen_log_probs, head_actions, head_columns, head_names, join_columns
 from esper_telemetry.adapters.environment_facts import environment_facts
-from esper_telemetry.core.facts import UNCHECKED_FACT
+from esper_telemetry.core.facts import UNCHECKED_FACT, optimizer_facts
 from esper_telemetry.core.rate_schedule import SCHEDULE_FACT, RateSchedule
 from esper_telemetry.updates.failure import Candidate, of_parameters
 from esper_telemetry.updates.pickles import policy_copy
@@ -237,7 +237,7 @@ def facts_of(model: Any, heads: ActionHeads, updates: int) -> dict[str, Any]:
         "horizon": None if spec is None else spec.max_episode_steps,
         "reward_threshold": None if spec is None else spec.reward_threshold,
         "precision": "fp32",
-        "optimizer": type(policy.optimizer).__name__,
+        **optimizer_facts(policy.optimizer),
         "advantage_correction": 1,
         "groups": groups_of(policy),
         "value_head": ["value_net"],

@@ -62,7 +62,7 @@ from esper_telemetry.adapters.script.traced_updates import TracedUpdates
 from esper_telemetry.adapters.script.variables import Variables
 from esper_telemetry.adapters.taps import ErrorHandler, reraise
 from esper_telemetry.core.event_parts import RolloutActions
-from esper_telemetry.core.facts import UNCHECKED_FACT, UNTRACED_FACT
+from esper_telemetry.core.facts import UNCHECKED_FACT, UNTRACED_FACT, optimizer_facts
 from esper_telemetry.core.minibatch_objective import MinibatchObjective
 from esper_telemetry.equations.replayed_outputs import FIRST_DIFFERENCE
 from esper_telemetry.events import BackwardEnd, Hooks, OptimizerStep, RecurrentForward, RolloutEnd, RunStart, UpdateEnd, UpdateStart
@@ -521,7 +521,7 @@ class ScriptListener:
         variables = variables.with_constants(self._source.numbers)
         groups = self._optimizers.begin(optimizer, variables)
         facts = {**self.environments.facts(), **settings.find_facts(variables, self.clips.max_norm, readings, self._source.counts_updates)}
-        facts["optimizer"] = type(optimizer).__name__
+        facts |= optimizer_facts(optimizer)
         parts = [part for module in variables.modules() for part in module.modules()]
         is_recurrent = any(isinstance(part, nn.RNNBase | nn.RNNCellBase) for part in parts)
         is_lstm = any(isinstance(part, nn.LSTM | nn.LSTMCell) for part in parts)

@@ -154,6 +154,7 @@ class Remarks:
                 yield name, {"text": text, "key": "", "value": value, "limit": limit, "quiet": False}
             yield from initial_spread(view)
             yield from in_loss(view)
+            yield from weight_decay(view)
             yield from whole_numbers(view)
         yield from changed_settings(view)
         yield from self._low_rate(view)
@@ -372,7 +373,7 @@ def _data(text: str, key: str, value: float, limit: float, *, quiet: bool = Fals
 
 def is_setting(name: str) -> bool:
     """Return whether a remark of that name is about a setting, from which other findings may follow."""
-    return name.removesuffix(LATER) in PUBLISHED or name.startswith((INITIAL_SPREAD, EARLY_END))
+    return name.removesuffix(LATER) in PUBLISHED or name.startswith((INITIAL_SPREAD, EARLY_END, "weight decay"))
 
 
 def changed_settings(view: View) -> Iterator[Remark]:
@@ -394,6 +395,17 @@ def initial_spread(view: View) -> Iterator[Remark]:
             low, high = INITIAL_STD.lowest, INITIAL_STD.highest
             text = f"the initial standard deviation is {number(value)} (published settings: {span(low, high)})"
             yield f"{INITIAL_SPREAD} {head}", _data(text, key, value, low if is_low else high)
+
+
+MAX_WEIGHT_DECAY: Final = 0.01  # AdamW's default; published settings of PPO have none
+
+
+def weight_decay(view: View) -> Iterator[Remark]:
+    """A decay of the weights that outweighs the loss."""
+    value = view.facts.weight_decay
+    if value is not None and value > MAX_WEIGHT_DECAY and view.facts.model != "language":
+        text = f"the optimizer's weight_decay is {number(value)} (published settings of PPO have 0): every step pulls the weights to 0"
+        yield "weight decay", _data(text, "", value, MAX_WEIGHT_DECAY)
 
 
 IN_LOSS: Final = {
