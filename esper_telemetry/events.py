@@ -154,7 +154,7 @@ class RolloutEnd:
         seen_difference: name of the hypothesis why training and acting compute different log-probabilities, or what the advantages are,
             if the source has observed this itself; else None.
         range_use: of actions that the environment received, if `bounds` are not those of the stored ones: standard deviation over half the
-            range, and part of the range between the smallest and the largest; means over dimensions.
+            range, mean over dimensions, and largest distance from the middle over half the range.
     """
 
     update: int

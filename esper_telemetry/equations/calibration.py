@@ -357,7 +357,12 @@ def mixed(inputs: ActionInputs) -> float | None:
     if inputs.means:
         return None
     mixtures = _with_chance(inputs)
-    if not mixtures or _likelihood(inputs, _of_other_envs(inputs)) > _likelihood(inputs, mixtures) + LIKELIER_NATS:
+    own = _likelihood(inputs, mixtures)
+    if (
+        not mixtures
+        or _likelihood(inputs, _of_other_envs(inputs)) > own + LIKELIER_NATS
+        or _likelihood(inputs, _shares(inputs)) > own - LIKELIER_NATS
+    ):
         return None
     return largest(scores(replace(inputs, log_probs=mixtures)))
 
@@ -383,6 +388,13 @@ def _of_other_envs(inputs: ActionInputs) -> dict[str, Tensor]:
     return {
         head: (x.logsumexp(1, keepdim=True) - math.log(x.shape[1])).expand_as(x) for head, x in inputs.log_probs.items() if x.shape[1] > 1
     }
+
+
+def _shares(inputs: ActionInputs) -> dict[str, Tensor]:
+    """Log-probabilities [T, B, A] of choices that do not depend on the policy: their shares in the rollout."""
+    rows = {head: (x, inputs.actions[head][inputs.counted[head]]) for head, x in inputs.log_probs.items()}
+    counts = {head: torch.bincount(chosen, minlength=x.shape[-1]).to(x) for head, (x, chosen) in rows.items()}
+    return {head: (count / count.sum()).log().expand_as(inputs.log_probs[head]) for head, count in counts.items()}
 
 
 def _likelihood(inputs: ActionInputs, log_probs: Mapping[str, Tensor]) -> float:

@@ -286,9 +286,9 @@ class GaussianStats(MetricGroup, absent="no valid row"):
         .bounds(healthy="0.05 to 1", warn="< 0.03 in the first updates", source="published initial deviations: 0.037 and more")
         .absent("the action space is unbounded, or its bounds are beyond 1e6")
     )
-    reached: Mean | None = reports(
-        Metric.ratio("policy/head/{head}/range_reached", 187, "part of their range that actions reach")
-        .asks("How far is the smallest action of this head from the largest, if 1 is the distance between the bounds?")
+    reached: Max | None = reports(
+        Metric.ratio("policy/head/{head}/range_reached", 187, "largest distance of an action from the middle of its range")
+        .asks("How far from the middle do the actions of this head go in any dimension, if 1 is the distance from there to the bounds?")
         .absent("the action space is unbounded, or its bounds are beyond 1e6")
     )
     dimensions: Max | None = reports(
@@ -348,9 +348,9 @@ MAX_RANGE = 1e6
 """Half of a range above which bounds only say that there are none."""
 
 
-def _range_use(actions: Any, low: Any, high: Any, valid: Tensor | None) -> tuple[Mean, Mean, Mean]:
-    """Return the share of dimensions with low = high, and means over the others: the standard deviation of the actions over half their
-    range, and the difference of the largest and the smallest over the range.
+def _range_use(actions: Any, low: Any, high: Any, valid: Tensor | None) -> tuple[Mean, Mean, Max]:
+    """Return the share of dimensions with low = high, and over half the range of the others the mean standard deviation of the actions and
+    the largest distance from the middle.
     """
     rows = actions.detach().double().reshape(-1, actions.shape[-1])
     counted = (rows.abs() < math.inf).all(-1, keepdim=True)
@@ -361,12 +361,11 @@ def _range_use(actions: Any, low: Any, high: Any, valid: Tensor | None) -> tuple
     mean = torch.where(counted, rows, 0.0).sum(0) / count
     std = (torch.where(counted, rows - mean, 0.0).square().sum(0) / count).sqrt()
     bounded = (half > 0) & (half <= MAX_RANGE) & counted.any()
-    extent = (torch.where(counted, rows, -math.inf).amax(0) - torch.where(counted, rows, math.inf).amin(0)) / 2
-    used, reached = (
-        Mean(torch.where(bounded, size / half.clamp(min=torch.finfo(half.dtype).tiny), 0.0).sum(), bounded.sum().double())
-        for size in (std, extent)
-    )
-    return Mean((half <= 0).sum().double(), float(half.numel())), used, reached
+    middle = torch.where(bounded, torch.as_tensor(low, device=rows.device).double().expand_as(half) + half, 0.0)
+    extent = torch.where(counted, (rows - middle).abs(), 0.0).amax(0)
+    used, reached = (torch.where(bounded, size / half.clamp(min=torch.finfo(half.dtype).tiny), 0.0) for size in (std, extent))
+    empty = Mean((half <= 0).sum().double(), float(half.numel()))
+    return empty, Mean(used.sum(), bounded.sum().double()), Max(torch.where(bounded.any(), reached.amax(), -math.inf))
 
 
 @dataclass(frozen=True, slots=True)

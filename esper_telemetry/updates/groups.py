@@ -21,7 +21,7 @@ from esper_telemetry.core.facts import Facts
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.metric import declared, label_field, segment
 from esper_telemetry.core.record import Level
-from esper_telemetry.core.reduction import Mean, Sum
+from esper_telemetry.core.reduction import Max, Mean, Sum
 from esper_telemetry.events import RolloutEnd
 from esper_telemetry.metrics.actions import (
     GaussianStats,
@@ -208,8 +208,8 @@ def _actions(update: Update, rollout: RolloutEnd) -> Iterator[Measurement]:
         if head in actions:
             yield partial(gaussian_stats, head, actions=actions[head], low=low, high=high, valid=counted[head])
     if rollout.range_use is not None:
-        used, reached = (Mean(torch.tensor(share), 1.0) for share in rollout.range_use)
-        yield partial(GaussianStats, "action", used=used, reached=reached)
+        used, reached = map(torch.tensor, rollout.range_use)
+        yield partial(GaussianStats, "action", used=Mean(used, 1.0), reached=Max(reached))
     for head, previous in context.mean_actions.items():
         bounds, log_std, valid = rollout.bounds.get(head), rollout.log_std.get(head), counted[head]
         if bounds is not None and log_std is not None:

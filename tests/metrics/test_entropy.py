@@ -128,7 +128,7 @@ def test_the_part_of_the_range_that_actions_use() -> None:
     values = gaussian_stats("move", actions=actions, low=low, high=high).values()
 
     assert values["policy/head/move/range_used"] == pytest.approx(0.3)
-    assert values["policy/head/move/range_reached"] == pytest.approx((2 / 20 + 4 / 8) / 2)
+    assert values["policy/head/move/range_reached"] == pytest.approx(0.5)
     assert values["policy/head/move/empty_range_frac"] == 0.25
 
 

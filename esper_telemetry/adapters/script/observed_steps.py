@@ -177,7 +177,7 @@ class ObservedSteps:
         size, rows = limits[1] - limits[0], arrived.numpy().reshape(-1, arrived.shape[-1])
         if not (size > 0).all() or not np.isfinite(rows).all():
             return None
-        return float((2 * rows.std(0) / size).mean()), float((np.ptp(rows, 0) / size).mean())
+        return float((2 * rows.std(0) / size).mean()), float((2 * np.abs(rows - limits.mean(0)) / size).max())
 
     def transitions(self, stored: Tensor, actions: Tensor | None) -> Transitions | None:
         """Return the steps with the stored observations [T, B, ...] and actions [T, B, D]; None if these are of another shape."""

@@ -63,7 +63,7 @@ OTHER_REWARDS: Final = (10, 0.5)
 """Updates, and mean correlation below which the rewards in training are other ones than the environment's."""
 OWN_BOUNDS, OWN_BOUNDS_UPDATES, OWN_BOUNDS_CHANGE = 0.8, 10, 0.015
 """Part of the range that actions of another range reach, the number of first updates, and by how much their largest one may exceed their
-mean: for Gaussian actions of one dimension 0.05 and more, for fewer than 10,000 rows."""
+mean: for Gaussian actions 0.05 and more, for up to a million numbers."""
 MIN_LATER_UPDATES: Final = 2
 """Updates in which a further mistake must show."""
 EARLY_END: Final = "early end"
@@ -291,13 +291,13 @@ class Remarks:
             if len(shares) == OWN_BOUNDS_UPDATES:
                 continue
             shares.append(share)
-            dimensions = max(1.0, view.get(f"policy/head/{head}/dimensions") or 1.0)
-            mean, varies = sum(shares) / len(shares), OWN_BOUNDS_CHANGE / dimensions**0.5
-            if len(shares) == OWN_BOUNDS_UPDATES and mean < OWN_BOUNDS and max(shares) - mean <= varies * mean:
+            mean = sum(shares) / len(shares)
+            if len(shares) == OWN_BOUNDS_UPDATES and mean < OWN_BOUNDS and max(shares) - mean <= OWN_BOUNDS_CHANGE * mean:
                 of_head = "" if head == "action" else f" of {head}"
                 text = (
-                    f"the actions{of_head} reach {percent(mean)} of the range of the action space in every update, as if they had bounds "
-                    "of their own: scale the policy's output, such as that of a tanh, a sigmoid or a Beta distribution, to `low` and `high`"
+                    f"the actions{of_head} go at most {percent(mean)} of the way from the middle of their range to its bounds in every "
+                    "update, as if they had bounds of their own: scale the policy's output, such as that of a tanh, a sigmoid or a Beta "
+                    "distribution, to `low` and `high`"
                 )
                 yield f"{OWN_RANGE} {head}", _data(text, key, mean, OWN_BOUNDS)
 
