@@ -333,6 +333,27 @@ def test_an_actor_without_a_gradient_may_have_decided_by_steps_that_were_too_lar
     assert "become deterministic" in text(0.001) and "Check that advantages vary" in text(0.6)
 
 
+@pytest.mark.parametrize(
+    ("norms", "is_told"),
+    [
+        (dict.fromkeys(("0_weight", "0_bias", "2_weight"), 0.0), True),
+        ({"0_weight": 0.0}, False),
+        (dict.fromkeys(("0_weight", "0_bias", "2_weight", "2_bias"), 0.0), False),  # nothing to learn from
+        ({"0_weight": lambda ago: 0.1 * (ago > 1), "0_bias": lambda ago: 0.1 * (ago > 1)}, False),  # the last layer begins at 0
+    ],
+)
+def test_layers_whose_units_do_not_react_are_told(norms: Mapping[str, Number], is_told: bool) -> None:
+    names = ("0_weight", "0_bias", "2_weight", "2_bias")
+    facts = {**FACTS, "groups": {"actor": [f"pi.{name.replace('_', '.')}" for name in names]}}
+    changes = {f"grad/layer/pi_{name}/norm": norms.get(name, 0.1) for name in names}
+
+    raised = alarms(judged(run(8, set_to(changes), since=1), facts), AlarmEvent.RAISE)
+
+    told = [alarm.text for alarm in raised if alarm.type == "grad/vanish"]
+    assert bool(told) is is_told
+    assert all("pi.0.weight, pi.0.bias, pi.2.weight have had a gradient of exactly 0" in text for text in told)
+
+
 def test_a_layer_whose_gradient_is_not_finite_is_not_without_one() -> None:
     gone = dict.fromkeys(("grad/actor/norm_preclip", "grad/layer/heads_op_weight/norm", "grad/head/op/norm"))
 

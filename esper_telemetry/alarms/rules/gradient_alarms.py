@@ -100,6 +100,7 @@ def vanish(view: View) -> Iterator[Finding]:
 
 
 DEAD_PARAMETERS: Final = 4  # parameters with a norm that make a group
+DEAD_UPDATE: Final = 3  # before it, layers below one that begins at 0 have a gradient of 0, with one step in each update
 DEAD: Final = (
     "Their units do not react to the observations: all of a ReLU layer are below 0, or the weights after them are 0. Check the "
     "initialisation, and the scale of the observations."
@@ -108,6 +109,8 @@ DEAD: Final = (
 
 def _dead_groups(view: View) -> Iterator[Finding]:
     """Groups of which half of the parameters, and not all, have a gradient of exactly 0."""
+    if view.update < DEAD_UPDATE:
+        return
     norms = {layer: value for layer, _, value in view.labelled(LAYER, NORM)}
     for group, names in view.facts.groups.items():
         known = {name: norms[segment_of(name)] for name in names if segment_of(name) in norms}
